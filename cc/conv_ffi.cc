@@ -1,0 +1,448 @@
+#include "conv_ffi.h"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "conv_spec.h"
+#include "cudnn_handle.h"
+#include "error.h"
+#include "libraries.h"
+#include "plan_cache.h"
+#include "status.h"
+#include "timing.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jqconv {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// ---- State ----
+
+// Lives with the executable: what its attributes say, and the plan on each device it ran on.
+struct PlanState {
+  static ffi::TypeId id;
+
+  struct Slot {
+    PlanPtr plan;
+    HandlePool* handles = nullptr;
+  };
+
+  ConvSpec spec;
+  std::vector<Operand> operands;       // The result is last.
+  std::optional<Algorithm> algorithm;  // None: the heuristic's.
+  bool pinned = false;                 // The user named the algorithm: no other will do.
+  int64_t sets = 1;                    // How often operands and result are repeated.
+  int64_t runs = 0;                    // Rounds over the sets in one timed graph; 0: no timing.
+
+  size_t InputCount() const { return operands.size() - 1; }
+  bool Times() const { return runs > 0; }
+
+  Slot At(int32_t device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto slot = slots_.find(device);
+    return slot == slots_.end() ? Slot() : slot->second;
+  }
+
+  void Set(int32_t device, Slot slot) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    slots_[device] = std::move(slot);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int32_t, Slot> slots_;
+};
+
+ffi::TypeId PlanState::id = {};
+
+std::unique_ptr<PlanState> MakeState(std::string_view spec, std::string_view algorithm,
+                                     bool pinned) {
+  auto state = std::make_unique<PlanState>();
+  state->spec = ParseConvSpec(spec);
+  state->operands = Operands(state->spec);
+  state->pinned = pinned;
+  if (!algorithm.empty()) {
+    state->algorithm = ParseAlgorithm(algorithm);
+    CheckLegal(*state->algorithm, state->spec);
+  }
+  return state;
+}
+
+// The words that end every message about a call.
+std::string Where(const PlanState& state, int32_t device) {
+  const auto version = LoadedCudnnVersion();
+  return "convolution spec '" + ToString(state.spec) + "', CUDA device " + std::to_string(device) +
+         ", cuDNN " + (version ? std::to_string(*version) : "not loaded");
+}
+
+// ---- Warnings ----
+
+struct Warnings {
+  std::mutex mutex;
+  std::vector<std::string> texts;
+};
+
+Warnings& AllWarnings() {
+  static Warnings warnings;
+  return warnings;
+}
+
+void Warn(std::string text) {
+  Warnings& warnings = AllWarnings();
+  std::lock_guard<std::mutex> lock(warnings.mutex);
+  warnings.texts.push_back(std::move(text));
+}
+
+// ---- Buffers ----
+
+ffi::DataType FfiType(DataType dtype) {
+  switch (dtype) {
+    case DataType::kInt8:
+      return ffi::S8;
+    case DataType::kUint8:
+      return ffi::U8;
+    case DataType::kInt32:
+      return ffi::S32;
+    case DataType::kBFloat16:
+      return ffi::BF16;
+    case DataType::kFloat16:
+      return ffi::F16;
+    case DataType::kFloat32:
+      return ffi::F32;
+  }
+  return ffi::DataType::INVALID;
+}
+
+ffi::AnyBuffer Argument(const ffi::RemainingArgs& args, size_t index) {
+  const auto buffer = args.get<ffi::AnyBuffer>(index);
+  if (buffer.has_error()) throw Error(ErrorCode::kInvalidArgument, buffer.error().message());
+  return *buffer;
+}
+
+ffi::AnyBuffer Result(const ffi::RemainingRets& results, size_t index) {
+  auto buffer = results.get<ffi::AnyBuffer>(index);
+  if (buffer.has_error()) throw Error(ErrorCode::kInvalidArgument, buffer.error().message());
+  return **buffer;
+}
+
+// After the results of all sets.
+ffi::AnyBuffer Workspace(const PlanState& state, const ffi::RemainingRets& results) {
+  return Result(results, state.sets);
+}
+
+ffi::AnyBuffer Times(const PlanState& state, const ffi::RemainingRets& results) {
+  return Result(results, state.sets + 1);
+}
+
+std::string Describe(ffi::DataType dtype, ffi::Span<const int64_t> dims) {
+  std::ostringstream text;
+  text << dtype << "[";
+  for (size_t i = 0; i < dims.size(); ++i) text << (i > 0 ? "," : "") << dims[i];
+  text << "]";
+  return text.str();
+}
+
+void CheckCount(const char* what, size_t given, size_t expected) {
+  if (given == expected) return;
+  throw Error(ErrorCode::kInvalidArgument, "the call has " + std::to_string(given) + " " + what +
+                                               ", expected " + std::to_string(expected));
+}
+
+void CheckOperand(const ffi::AnyBuffer& buffer, const Operand& operand) {
+  const ffi::Span<const int64_t> dims(operand.dims);
+  if (buffer.element_type() == FfiType(operand.dtype) && buffer.dimensions() == dims) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              std::string(Name(operand.role)) + " is " +
+                  Describe(buffer.element_type(), buffer.dimensions()) + ", expected " +
+                  Describe(FfiType(operand.dtype), dims));
+}
+
+// A result of free length.
+void CheckVector(const ffi::AnyBuffer& buffer, const char* name, ffi::DataType dtype) {
+  if (buffer.element_type() == dtype && buffer.dimensions().size() == 1 &&
+      buffer.dimensions()[0] >= 1) {
+    return;
+  }
+  std::ostringstream expected;
+  expected << dtype;
+  throw Error(ErrorCode::kInvalidArgument,
+              std::string(name) + " is " + Describe(buffer.element_type(), buffer.dimensions()) +
+                  ", expected " + expected.str() + "[n] with n >= 1");
+}
+
+// Everything that cuDNN will take on trust: a wrong shape ends in reads out of bounds, which cost
+// the process its CUDA context.
+void CheckBuffers(const PlanState& state, const ffi::RemainingArgs& args,
+                  const ffi::RemainingRets& results) {
+  const size_t inputs = state.InputCount();
+  const size_t sets = state.sets;
+  CheckCount("operands", args.size(), inputs * sets);
+  CheckCount("results", results.size(), sets + (state.Times() ? 2 : 1));
+  for (size_t set = 0; set < sets; ++set) {
+    for (size_t i = 0; i < inputs; ++i) {
+      CheckOperand(Argument(args, set * inputs + i), state.operands[i]);
+    }
+    CheckOperand(Result(results, set), state.operands.back());
+  }
+  CheckVector(Workspace(state, results), "workspace", ffi::U8);
+  if (state.Times()) CheckVector(Times(state, results), "times", ffi::F32);
+}
+
+using Pointers = std::array<void*, kMaxOperands>;
+
+Pointers PointersOfSet(const PlanState& state, size_t set, const ffi::RemainingArgs& args,
+                       const ffi::RemainingRets& results) {
+  const size_t inputs = state.InputCount();
+  Pointers pointers;
+  for (size_t i = 0; i < inputs; ++i) {
+    pointers[i] = Argument(args, set * inputs + i).untyped_data();
+  }
+  pointers[inputs] = Result(results, set).untyped_data();
+  return pointers;
+}
+
+// ---- Stages ----
+
+PlanPtr ChoosePlan(const PlanState& state, int32_t device, int64_t workspace) {
+  PlanCache& cache = PlanCache::Get();
+  if (!state.algorithm) return cache.Heuristic(device, state.spec, workspace);
+  try {
+    return cache.Named(device, state.spec, *state.algorithm, workspace);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kNotFound) throw;
+    const std::string problem =
+        "algorithm '" + ToString(*state.algorithm) + "' is not available: " + error.what();
+    if (state.pinned) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  problem + ". It was named explicitly; name another one or none");
+    }
+    PlanPtr plan = cache.Heuristic(device, state.spec, workspace);
+    Warn(problem + ". Running '" + ToString(plan->algorithm()) + "' instead (" +
+         Where(state, device) + ")");
+    return plan;
+  }
+}
+
+// Shapes are those of the program and cannot change from run to run: all that can go wrong with
+// them goes wrong the first time.
+void Prepare(PlanState& state, int32_t device, const ffi::RemainingArgs& args,
+             const ffi::RemainingRets& results) {
+  PlanState::Slot slot = state.At(device);
+  if (slot.plan == nullptr) {
+    CheckBuffers(state, args, results);
+    slot.plan = ChoosePlan(state, device, Workspace(state, results).size_bytes());
+    slot.handles = &HandlePool::ForDevice(device);
+    state.Set(device, slot);
+  }
+  // The run may be captured, which is no time to create one.
+  slot.handles->Reserve();
+}
+
+// A plan with a handle on the stream.
+class Runner {
+ public:
+  Runner(const PlanState::Slot& slot, cudaStream_t stream, void* workspace)
+      : plan_(slot.plan), handle_(slot.handles->Borrow()), workspace_(workspace) {
+    CheckCudnn(LoadedLibraries().cudnn.SetStream(handle_.get(), stream), "cudnnSetStream");
+  }
+
+  void Run(const Pointers& pointers) const {
+    plan_->Execute(handle_.get(), pointers.data(), workspace_);
+  }
+
+ private:
+  PlanPtr plan_;
+  HandlePool::Borrowed handle_;
+  void* workspace_;
+};
+
+Runner MakeRunner(PlanState& state, int32_t device, cudaStream_t stream,
+                  const ffi::RemainingRets& results) {
+  const PlanState::Slot slot = state.At(device);
+  if (slot.plan == nullptr) {
+    throw Error(ErrorCode::kInternal, "XLA executes the call without having initialized it");
+  }
+  return Runner(slot, stream, Workspace(state, results).untyped_data());
+}
+
+void CheckNotCapturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  CheckCuda(LoadedLibraries().cuda.StreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  if (status == cudaStreamCaptureStatusNone) return;
+  throw Error(ErrorCode::kFailedPrecondition,
+              "timing waits for the device and cannot run while the stream is being captured into "
+              "a CUDA graph");
+}
+
+void TimeSets(PlanState& state, cudaStream_t stream, const Runner& runner,
+              const ffi::RemainingArgs& args, const ffi::RemainingRets& results) {
+  CheckNotCapturing(stream);
+  std::vector<Pointers> sets;
+  for (int64_t set = 0; set < state.sets; ++set) {
+    sets.push_back(PointersOfSet(state, set, args, results));
+  }
+  const ffi::AnyBuffer times = Times(state, results);
+  std::vector<float> microseconds = TimeReplays(stream, times.element_count(), [&] {
+    for (int64_t run = 0; run < state.runs; ++run) {
+      for (const Pointers& pointers : sets) runner.Run(pointers);
+    }
+  });
+  for (float& value : microseconds) value /= static_cast<float>(state.runs * state.sets);
+  const CudaApi& cuda = LoadedLibraries().cuda;
+  CheckCuda(cuda.MemcpyAsync(times.untyped_data(), microseconds.data(), times.size_bytes(),
+                             cudaMemcpyHostToDevice, stream),
+            "cudaMemcpyAsync");
+  // The host's copy goes with this function.
+  CheckCuda(cuda.StreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+// ---- Handlers ----
+
+using StateOr = ffi::ErrorOr<std::unique_ptr<PlanState>>;
+
+template <typename Make>
+StateOr GuardState(const Make& make) {
+  std::unique_ptr<PlanState> state;
+  ffi::Error error =
+      Guard([] { return "while reading a custom call's attributes"; }, [&] { state = make(); });
+  if (error.failure()) return ffi::Unexpected(std::move(error));
+  return state;
+}
+
+template <Direction direction>
+StateOr Instantiate(std::string_view spec, std::string_view algorithm, bool pinned) {
+  return GuardState([&] {
+    auto state = MakeState(spec, algorithm, pinned);
+    if (state->spec.direction != direction) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "the custom call is of another direction than its convolution spec '" +
+                      std::string(spec) + "'");
+    }
+    return state;
+  });
+}
+
+StateOr InstantiateTime(std::string_view spec, std::string_view algorithm, bool pinned,
+                        int64_t sets, int64_t runs) {
+  return GuardState([&] {
+    constexpr int64_t kMost = 4096;  // A graph of more nodes is a mistake.
+    if (sets < 1 || runs < 1 || sets > kMost || runs > kMost || sets * runs > kMost) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "timing " + std::to_string(runs) + " runs over " + std::to_string(sets) +
+                      " sets, expected at least one of each and a product of at most " +
+                      std::to_string(kMost));
+    }
+    auto state = MakeState(spec, algorithm, pinned);
+    state->sets = sets;
+    state->runs = runs;
+    return state;
+  });
+}
+
+ffi::Error Initialize(int32_t device, PlanState* state, ffi::RemainingArgs args,
+                      ffi::RemainingRets results) {
+  return Guard([&] { return Where(*state, device); },
+               [&] { Prepare(*state, device, args, results); });
+}
+
+ffi::Error Execute(cudaStream_t stream, int32_t device, PlanState* state, ffi::RemainingArgs args,
+                   ffi::RemainingRets results) {
+  return Guard([&] { return Where(*state, device); },
+               [&] {
+                 const Runner runner = MakeRunner(*state, device, stream, results);
+                 runner.Run(PointersOfSet(*state, 0, args, results));
+               });
+}
+
+ffi::Error ExecuteTime(cudaStream_t stream, int32_t device, PlanState* state,
+                       ffi::RemainingArgs args, ffi::RemainingRets results) {
+  return Guard([&] { return Where(*state, device); },
+               [&] {
+                 const DeviceScope scope(device);
+                 const Runner runner = MakeRunner(*state, device, stream, results);
+                 TimeSets(*state, stream, runner, args, results);
+               });
+}
+
+auto BindInstantiate() {
+  return ffi::Ffi::BindInstantiate()
+      .Attr<std::string_view>("spec")
+      .Attr<std::string_view>("algorithm")
+      .Attr<bool>("pinned");
+}
+
+auto BindInstantiateTime() { return BindInstantiate().Attr<int64_t>("sets").Attr<int64_t>("runs"); }
+
+auto BindInitialize() {
+  return ffi::Ffi::BindInitialize()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::State<PlanState>>()
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+auto BindExecute() {
+  return ffi::Ffi::BindExecute()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::State<PlanState>>()
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+// XLA records the three convolutions into its command buffers; timing synchronizes and may not be.
+XLA_FFI_DEFINE_HANDLER(kInstantiateFprop, Instantiate<Direction::kFprop>, BindInstantiate(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kInstantiateDgrad, Instantiate<Direction::kDgrad>, BindInstantiate(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kInstantiateWgrad, Instantiate<Direction::kWgrad>, BindInstantiate(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kInitialize, Initialize, BindInitialize(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kExecute, Execute, BindExecute(), {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateTime, InstantiateTime, BindInstantiateTime());
+XLA_FFI_DEFINE_HANDLER(kInitializeTime, Initialize, BindInitialize());
+XLA_FFI_DEFINE_HANDLER(kExecuteTime, ExecuteTime, BindExecute());
+
+void* Pointer(XLA_FFI_Handler* handler) { return reinterpret_cast<void*>(handler); }
+
+}  // namespace
+
+std::vector<FfiTarget> FfiTargets() {
+  const auto conv = [](const char* name, XLA_FFI_Handler* instantiate) {
+    return FfiTarget{name, Pointer(instantiate), Pointer(kInitialize), Pointer(kExecute)};
+  };
+  return {conv("jqconv_fprop_v1", kInstantiateFprop),
+          conv("jqconv_dgrad_v1", kInstantiateDgrad),
+          conv("jqconv_wgrad_v1", kInstantiateWgrad),
+          {"jqconv_time_v1", Pointer(kInstantiateTime), Pointer(kInitializeTime),
+           Pointer(kExecuteTime)}};
+}
+
+FfiStateType FfiState() {
+  static ffi::TypeInfo info = ffi::MakeTypeInfo<PlanState>();
+  return {"jqconv_plan", &PlanState::id, &info};
+}
+
+std::string FfiVersion() {
+  return std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
+}
+
+std::vector<std::string> TakeWarnings() {
+  Warnings& warnings = AllWarnings();
+  std::lock_guard<std::mutex> lock(warnings.mutex);
+  return std::exchange(warnings.texts, {});
+}
+
+}  // namespace jqconv

@@ -1,0 +1,70 @@
+// Built plans, by device, cuDNN version, convolution and algorithm. Building takes seconds, so
+// every plan is built once: threads that want one under construction wait for it, while others
+// build.
+#ifndef JQCONV_PLAN_CACHE_H_
+#define JQCONV_PLAN_CACHE_H_
+
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "conv_graph.h"
+#include "conv_spec.h"
+
+namespace jqconv {
+
+using PlanPtr = std::shared_ptr<const Plan>;
+
+class PlanCache {
+ public:
+  struct Info {
+    size_t entries;
+    size_t capacity;
+    int64_t hits;
+    int64_t misses;  // Builds attempted.
+    int64_t evictions;
+  };
+
+  // The process's cache.
+  static PlanCache& Get();
+
+  // The plan that `algorithm` names, and the heuristic's choice. Both throw what building throws,
+  // and Error(kNotFound) for a plan that needs more workspace than the limit.
+  PlanPtr Named(int device, const ConvSpec& spec, const Algorithm& algorithm,
+                int64_t workspace_limit);
+  PlanPtr Heuristic(int device, const ConvSpec& spec, int64_t workspace_limit);
+
+  Info GetInfo() const;
+
+  // Both only forget: whoever holds a plan keeps it.
+  void Clear();
+  void Resize(size_t capacity);
+
+ private:
+  using Builder = std::function<PlanPtr(cudnnHandle_t)>;
+  using Entries = std::list<std::pair<std::string, PlanPtr>>;
+
+  PlanPtr FindOrBuild(int device, const std::string& key, const Builder& build);
+  PlanPtr FindLocked(const std::string& key);
+  void InsertLocked(const std::string& key, PlanPtr plan);
+  void EvictLocked();
+
+  mutable std::mutex mutex_;
+  size_t capacity_ = 512;
+  Entries entries_;  // The least recently used is last.
+  std::unordered_map<std::string, Entries::iterator> index_;
+  std::unordered_map<std::string, std::shared_future<PlanPtr>> under_construction_;
+  int64_t hits_ = 0;
+  int64_t misses_ = 0;
+  int64_t evictions_ = 0;
+};
+
+}  // namespace jqconv
+
+#endif  // JQCONV_PLAN_CACHE_H_

@@ -1,0 +1,109 @@
+"""The native extension: found, registered with JAX, and asked.
+
+Importing this never needs a GPU or cuDNN. The handlers are registered for CUDA at import, which
+JAX only queues until a CUDA backend exists; cuDNN itself is loaded when something first needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import warnings
+from types import ModuleType
+from typing import Any
+
+import jax
+
+#: Where the pip packages that JAX's CUDA extras install keep each library, newest first.
+_WHEEL_LIBRARIES = {
+    "cudnn": ("cudnn/lib/libcudnn.so.9",),
+    "cudart": ("cu13/lib/libcudart.so.13", "cuda_runtime/lib/libcudart.so.12"),
+}
+
+
+def _load() -> ModuleType | None:
+    """Import the extension; None where the package was built without it (JQCONV_CUDA=OFF)."""
+    if importlib.util.find_spec("jqconv._ext") is None:
+        return None
+    ext = importlib.import_module("jqconv._ext")
+    ext.configure(**{name: _wheel_library(name) for name in _WHEEL_LIBRARIES})
+    registrations = ext.registrations()
+    # Types before targets: a handler's registration refers to the type of its state.
+    for name, registration in registrations["types"].items():
+        jax.ffi.register_ffi_type(name, registration, platform="CUDA")
+    for name, handler in registrations["targets"].items():
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    return ext
+
+
+def _wheel_library(name: str) -> str:
+    """Return the path of a library in the nvidia packages, or ``""``."""
+    package = importlib.util.find_spec("nvidia")
+    roots = [] if package is None else list(package.submodule_search_locations or [])
+    for candidate in _WHEEL_LIBRARIES[name]:
+        for root in roots:
+            path = pathlib.Path(root) / candidate
+            if path.exists():
+                return str(path)
+    return ""
+
+
+_ext = _load()
+
+
+def is_built() -> bool:
+    """Whether the package was built with its CUDA handlers."""
+    return _ext is not None
+
+
+def extension() -> Any:
+    """Return the extension module, or say how to get it."""
+    if _ext is None:
+        raise RuntimeError(
+            "this jqconv was built without its CUDA handlers (JQCONV_CUDA=OFF); reinstall it "
+            "without that option to run on a GPU through cuDNN"
+        )
+    return _ext
+
+
+def resolve(spec: str, algorithm: str, device: int, workspace_limit: int) -> tuple[str, str]:
+    """Build the plan for `spec` on GPU `device` and return its full text form.
+
+    Parameters
+    ----------
+    spec : str
+        Text form of a ConvSpec.
+    algorithm : str
+        Text form of the algorithm wanted, or ``""`` for cuDNN's heuristic.
+    device : int
+        The GPU's ordinal in this process.
+    workspace_limit : int
+        Most bytes of workspace that a plan may need.
+
+    Returns
+    -------
+    tuple of str
+        The algorithm's text form and ``""``, or ``""`` and why no plan fits.
+
+    Raises
+    ------
+    ValueError
+        If a text is malformed.
+    RuntimeError
+        If there is no cuDNN or no such device.
+    """
+    found: tuple[str, str] = extension().resolve(spec, algorithm, device, workspace_limit)
+    return found
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions and paths of the libraries that the handlers use; loads them."""
+    found: dict[str, Any] = extension().versions()
+    return found
+
+
+def report_warnings() -> None:
+    """Raise as Python warnings what the handlers noted since the last call."""
+    if _ext is not None:
+        for message in _ext.take_warnings():
+            warnings.warn(message, RuntimeWarning, stacklevel=2)

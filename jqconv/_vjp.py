@@ -1,0 +1,358 @@
+"""The differentiable core of conv2d: codes, scales and float views in, codes or floats out.
+
+A custom VJP. Its forward rule chooses the algorithms of all the convolutions that forward and
+backward run; they travel in the residuals as static metadata, and the backward rule runs what it
+finds there. The residuals are codes and bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jqconv import _algorithm, _primitive, _reference
+from jqconv._algorithm import Algorithm, ConvAlgorithms
+from jqconv._first_order import first_order
+from jqconv._qtensor import CODE_RANGE, pack_mask, sum_to_scale, unpack_mask
+from jqconv._spec import Activation, ConvSpec, Direction
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static about one conv2d."""
+
+    spec: ConvSpec
+    algorithms: ConvAlgorithms  # those that the caller gave: pinned
+    grad_dtype: str
+    x_zero: int
+    carries_view: bool
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the output is codes."""
+        return self.spec.y_dtype in CODE_RANGE
+
+
+class Operands(NamedTuple):
+    """What conv2d can be differentiated for, and the codes. Kernels are OHWI.
+
+    A view is None where its tensor is frozen.
+    """
+
+    x: Any
+    x_scale: Any
+    x_view: Any
+    w: Any
+    w_scale: Any
+    w_view: Any
+    bias: Any
+    residual: Any
+    residual_scale: Any
+    residual_view: Any
+    out_scale: Any
+
+
+def _forward(call: Call, ops: Operands) -> tuple[jax.Array, jax.Array | None]:
+    """Return the output, codes or floats, and the codes' float view where one is carried."""
+    y = fprop(call.spec, call.algorithms, _fold_scales(call, ops))
+    return y, y.astype(jnp.float32) * ops.out_scale if call.carries_view else None
+
+
+def fprop(spec: ConvSpec, algorithms: ConvAlgorithms, named: dict[str, Any]) -> jax.Array:
+    """Run `spec` on operands by name, with the algorithm given or chosen."""
+    operands = [named[name] for name in spec.operands]
+    algorithm = _algorithm.choose(spec, algorithms.fprop)
+    return _primitive.conv(spec, algorithm, *operands, pinned=algorithms.fprop is not None)
+
+
+def _fold_scales(call: Call, ops: Operands) -> dict[str, Any]:
+    """Return fprop's operands: the output's scale folded through a homogeneous activation."""
+    value = _value_operands(call, ops)
+    if ops.out_scale is None:
+        return value
+    inverse = 1.0 / ops.out_scale
+    if call.spec.out_multiplier:
+        return value | {"out_multiplier": inverse}
+    value["multiplier"] = value["multiplier"] * inverse
+    if value["bias"] is not None:
+        value["bias"] = value["bias"] * inverse
+    scale = value["residual_scale"]
+    value["residual_scale"] = inverse if scale is None else scale * inverse
+    return value
+
+
+def _value_operands(call: Call, ops: Operands) -> dict[str, Any]:
+    """Return the operands of v, in real units: ``v = acc * multiplier + bias + residual * scale``.
+
+    The zero point of x enters through the bias: ``-x_zero * sum(w)`` is the same for every
+    output of a channel.
+    """
+    multiplier = ops.x_scale * ops.w_scale
+    bias = ops.bias
+    if call.x_zero:
+        sums = jnp.sum(ops.w, axis=(1, 2, 3), dtype=jnp.int32)
+        correction = -multiplier * (call.x_zero * sums).astype(jnp.float32)
+        bias = correction if bias is None else bias + correction
+    return {
+        "x": ops.x,
+        "w": ops.w,
+        "multiplier": multiplier,
+        "bias": bias,
+        "residual": ops.residual,
+        "residual_scale": ops.residual_scale,
+    }
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """What the forward rule decided for the backward rule."""
+
+    wanted: frozenset[str]  # the operands that are differentiated
+    algorithms: ConvAlgorithms
+    value_spec: ConvSpec | None  # the convolution that recomputes v, where it is needed
+    value_algorithm: Algorithm | None
+
+    def needs(self, direction: Direction) -> bool:
+        """Whether the backward rule runs `direction`."""
+        return _needs(self.wanted, direction)
+
+
+def _needs(wanted: Collection[str], direction: Direction) -> bool:
+    """Whether a gradient among `wanted` comes out of `direction`."""
+    tensor = {"dgrad": "x", "wgrad": "w"}[direction]
+    return f"{tensor}_view" in wanted or f"{tensor}_scale" in wanted
+
+
+class _Saved(NamedTuple):
+    """The residuals. Tensors are codes or bits; floats are scales and vectors.
+
+    The exception is a float residual operand, kept where its scale is differentiated or v is
+    recomputed.
+    """
+
+    choice: _Choice
+    ops: Operands  # without views; None where not needed
+    codes: Any  # the output, if it is codes
+    active: Any  # else, where a piecewise-linear activation is active, as bits
+
+
+def _conv_fwd(call: Call, ops: Operands) -> tuple[Any, _Saved]:
+    perturbed = frozenset(name for name, op in ops._asdict().items() if _is_perturbed(op))
+    ops = Operands(*(None if op is None else op.value for op in ops))
+    if perturbed and call.quantized and not call.carries_view:
+        raise TypeError(
+            f"differentiating conv2d for {', '.join(sorted(perturbed))} through an int8 output "
+            "whose operands are all frozen: give x or w as a float array with its scale, or as "
+            "a QTensor with a float view (quantize makes one), or leave out_scale out"
+        )
+    choice = _choose(call, ops, perturbed)
+    y, view = _forward(call, ops)
+    saved = _save(call, choice, ops, y)
+    sources = [getattr(ops, name) for name in sorted(perturbed)]
+    if view is not None:
+        return (y, first_order(view, *sources)), saved
+    return (first_order(y, *sources), None), saved
+
+
+def _is_perturbed(operand: Any) -> bool:
+    """Whether an operand is differentiated; codes made from floats are marked but cannot be."""
+    return (
+        operand is not None
+        and operand.perturbed
+        and jnp.issubdtype(operand.value.dtype, jnp.floating)
+    )
+
+
+def _choose(call: Call, ops: Operands, perturbed: frozenset[str]) -> _Choice:
+    """Choose every algorithm that forward and backward will run."""
+    # A view takes the gradient of its tensor; the scale beside it then takes none.
+    wanted = set(perturbed)
+    for name in ("x", "w", "residual"):
+        if getattr(ops, f"{name}_view") is not None:
+            wanted.discard(f"{name}_scale")
+    act = call.spec.activation
+    value_spec = None
+    if (act is not None and act.smooth) or "out_scale" in wanted:
+        value_spec = dataclasses.replace(
+            call.spec,
+            y_dtype="float32",
+            activation=None,
+            out_multiplier=False,
+            residual_scale=ops.residual_scale is not None,
+        )
+
+    def backward(direction: Direction) -> Algorithm | None:
+        if not _needs(wanted, direction):
+            return None
+        spec = call.spec.backward(direction, call.grad_dtype)
+        return _algorithm.choose(spec, getattr(call.algorithms, direction))
+
+    return _Choice(
+        wanted=frozenset(wanted),
+        algorithms=ConvAlgorithms(
+            fprop=_algorithm.choose(call.spec, call.algorithms.fprop),
+            dgrad=backward("dgrad"),
+            wgrad=backward("wgrad"),
+        ),
+        value_spec=value_spec,
+        value_algorithm=None if value_spec is None else _algorithm.choose(value_spec),
+    )
+
+
+def _save(call: Call, choice: _Choice, ops: Operands, y: jax.Array) -> _Saved:
+    """Keep what the backward rule will read, and nothing else."""
+    recomputes = choice.value_spec is not None
+    needed = {
+        "x": recomputes or choice.needs("wgrad") or "x_scale" in choice.wanted,
+        "w": recomputes or choice.needs("dgrad") or "w_scale" in choice.wanted,
+        "bias": recomputes,
+        "residual": recomputes or "residual_scale" in choice.wanted,
+    }
+    dropped = {name: None for name, need in needed.items() if not need}
+    views = dict.fromkeys(("x_view", "w_view", "residual_view"))
+    active = None if call.quantized else _active(call.spec.activation, y)
+    return _Saved(
+        choice=choice,
+        ops=ops._replace(**dropped, **views),
+        codes=y if call.quantized else None,
+        active=None if active is None else pack_mask(active),
+    )
+
+
+def _active(activation: Activation | None, y: jax.Array) -> jax.Array | None:
+    """Return where a piecewise-linear activation has slope 1, as its float output tells."""
+    match activation and activation.name:
+        case "relu":
+            return y > 0
+        case "relu6":
+            return (y > 0) & (y < 6)
+        case "leaky_relu":
+            return y >= 0
+    return None
+
+
+def _conv_bwd(call: Call, saved: _Saved, cotangents: Any) -> tuple[Operands]:
+    """Return the cotangents of the operands.
+
+    With ``dv`` the cotangent of v, ``x̂`` and ``ŵ`` the numbers that the codes stand for::
+
+        dx̂ = dgrad(dv * w_scale, w)      d bias     = sum dv
+        dŵ = wgrad(x, dv) * x_scale      d residual = dv * residual_scale
+
+    Codes are exact in bf16, so the scales are applied around the convolutions.
+    """
+    y_bar, view_bar = cotangents
+    dy = view_bar if call.quantized else y_bar
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        return (Operands(*[None] * len(Operands._fields)),)
+    dy = dy.astype(jnp.float32)
+    ops, choice = saved.ops, saved.choice
+    v = None if choice.value_spec is None else _recompute(choice, _value_operands(call, ops))
+    dv = dy * _slope(call, saved, v, dy.shape)
+
+    grads: dict[str, Any] = {}
+    if choice.needs("dgrad"):
+        dx = _dgrad(call, choice, ops, dv)
+        grads["x_view"] = dx
+        if "x_scale" in choice.wanted:
+            grads["x_scale"] = jnp.sum(dx * (ops.x.astype(jnp.float32) - call.x_zero))
+    if choice.needs("wgrad"):
+        dw = _wgrad(call, choice, ops, dv)
+        grads["w_view"] = dw
+        if "w_scale" in choice.wanted:
+            terms = jnp.moveaxis(dw * ops.w.astype(jnp.float32), 0, -1)
+            grads["w_scale"] = sum_to_scale(terms, ops.w_scale)
+    grads["bias"] = jnp.sum(dv, axis=(0, 1, 2))
+    grads["residual_view"] = dv
+    if "residual" in choice.wanted:
+        scaled = dv if ops.residual_scale is None else dv * ops.residual_scale
+        grads["residual"] = scaled.astype(call.spec.residual)
+    if "residual_scale" in choice.wanted:
+        grads["residual_scale"] = jnp.sum(dv * ops.residual.astype(jnp.float32))
+    if "out_scale" in choice.wanted:
+        grads["out_scale"] = _out_scale_grad(call, saved, v, dy)
+    return (Operands(*(grads[f] if f in choice.wanted else None for f in Operands._fields)),)
+
+
+def _recompute(choice: _Choice, named: dict[str, Any]) -> jax.Array:
+    """Return v, before the activation: the one tensor that is cheaper to make than to keep."""
+    spec = choice.value_spec
+    assert spec is not None
+    operands = [named[name] for name in spec.operands]
+    return _primitive.conv(spec, choice.value_algorithm, *operands)
+
+
+def _dgrad(call: Call, choice: _Choice, ops: Operands, dv: jax.Array) -> jax.Array:
+    spec = call.spec.backward("dgrad", call.grad_dtype)
+    # The barrier keeps XLA from making the wide copies of the codes early and holding them.
+    w, dy = lax.optimization_barrier((ops.w, dv * ops.w_scale))
+    pinned = call.algorithms.dgrad is not None
+    algorithm = choice.algorithms.dgrad
+    dx = _primitive.conv(
+        spec, algorithm, dy.astype(spec.y_dtype), w.astype(spec.w_dtype), pinned=pinned
+    )
+    return dx.astype(jnp.float32)
+
+
+def _wgrad(call: Call, choice: _Choice, ops: Operands, dv: jax.Array) -> jax.Array:
+    spec = call.spec.backward("wgrad", call.grad_dtype)
+    x, dy = lax.optimization_barrier((ops.x, dv))
+    pinned = call.algorithms.wgrad is not None
+    algorithm = choice.algorithms.wgrad
+    # At most 255 in magnitude with its zero point taken off: exact in every grad_dtype.
+    x = x.astype(spec.x_dtype) - jnp.asarray(call.x_zero, spec.x_dtype)
+    dw = _primitive.conv(spec, algorithm, x, dy.astype(spec.y_dtype), pinned=pinned)
+    return dw.astype(jnp.float32) * ops.x_scale
+
+
+def _slope(call: Call, saved: _Saved, v: Any, shape: tuple[int, ...]) -> jax.Array | float:
+    """Return ``d y / d v``, with the output's rounding passed through and its clipping as 0.
+
+    A piecewise-linear activation is active where the output says so; codes say it strictly
+    between the limits of the activation's range, so that one rounded to a limit is not.
+    """
+    act = call.spec.activation
+    if not call.quantized:
+        if act is None:
+            return 1.0
+        if act.smooth:
+            return _reference.activation_slope(act, v)
+        return jnp.where(unpack_mask(saved.active, shape), 1.0, act.negative_slope)
+    inside = _unclipped(call, saved)
+    if act is None or act.name in ("relu", "relu6"):
+        return inside.astype(jnp.float32)
+    if act.smooth:
+        return jnp.where(inside, _reference.activation_slope(act, v), 0.0)
+    return jnp.where(inside, jnp.where(saved.codes >= 0, 1.0, act.negative_slope), 0.0)
+
+
+def _unclipped(call: Call, saved: _Saved) -> jax.Array:
+    """Return where the output's code lies strictly between its limits."""
+    low, high = CODE_RANGE[call.spec.y_dtype]
+    act = call.spec.activation
+    if act is not None and act.name in ("relu", "relu6"):
+        low = 0
+    codes = saved.codes.astype(jnp.float32)
+    inside = (codes > low) & (codes < high)
+    if act is not None and act.name == "relu6":
+        inside &= codes < jnp.round(6.0 / saved.ops.out_scale)
+    return inside
+
+
+def _out_scale_grad(call: Call, saved: _Saved, v: Any, dy: jax.Array) -> jax.Array:
+    """Return a learned step size's gradient: ``sum dy * (code - inside * act(v) / out_scale)``."""
+    low, high = CODE_RANGE[call.spec.y_dtype]
+    codes = saved.codes.astype(jnp.float32)
+    inside = (codes > low) & (codes < high)
+    value = _reference.activate(call.spec.activation, v) / saved.ops.out_scale
+    return jnp.sum(dy * (codes - jnp.where(inside, value, 0.0)))
+
+
+fused_conv = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+fused_conv.defvjp(_conv_fwd, _conv_bwd, symbolic_zeros=True)

@@ -1,0 +1,60 @@
+"""Two host devices for sharding, strict dtypes, fixed seeds, and the table of measured errors."""
+
+import glob
+import os
+
+HAS_GPU_NODE = bool(glob.glob("/dev/nvidia[0-9]*"))
+
+if (
+    not HAS_GPU_NODE or os.environ.get("JAX_PLATFORMS") == "cpu"
+):  # read once, when jax starts its backend
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2".strip()
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+MEASURED = pytest.StashKey[list]()
+
+
+def _has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def pytest_configure(config):
+    config.stash[MEASURED] = []
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_gpu():
+        for item in marked:
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="no CUDA device: JAX's default backend is " + jax.default_backend()
+                )
+            )
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """Seeded by the test's own name, so that no test's numbers hang on another's."""
+    return np.random.default_rng(list(request.node.nodeid.split("::", 1)[-1].encode()))
+
+
+@pytest.fixture
+def measured(request):
+    """measured(what, error): a line of the table at the end of the run."""
+    rows = request.config.stash[MEASURED]
+    return lambda what, error: rows.append((what, error))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    rows = config.stash[MEASURED]
+    if rows:
+        terminalreporter.section("measured against float64")
+        for what, error in rows:
+            terminalreporter.line(f"{what:<70} {error}")
