@@ -1,0 +1,35 @@
+"""The examples run as users start them."""
+
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def test_mnist_trains_and_reports(tmp_path):
+    command = [sys.executable, EXAMPLES / "mnist.py", "--epochs", "1", "--train-size", "512"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+    accuracies = re.search(r"accuracy, seed 0 +([\d.]+)% +([\d.]+)%", done.stdout)
+    assert accuracies, done.stdout
+    # Better than guessing, after 16 steps; and int8 close to float.
+    float_accuracy, int8_accuracy = map(float, accuracies.groups())
+    assert float_accuracy > 20
+    assert abs(float_accuracy - int8_accuracy) < 10
+
+    sizes = re.search(r"weights, bytes +([\d,]+) +([\d,]+)", done.stdout)
+    assert sizes, done.stdout
+    float_bytes, int8_bytes = (int(text.replace(",", "")) for text in sizes.groups())
+    assert 3.5 < float_bytes / int8_bytes < 4
+    assert "int8 inference equals the training graph on 1000 of 1000 digits" in done.stdout
+
+    picture = (tmp_path / "mnist.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 20_000
+    width, height = struct.unpack(">II", picture[16:24])
+    assert width > 800
+    assert height > 400
