@@ -209,7 +209,7 @@ def measure_xla(spec: ConvSpec, count: int, dtype: str) -> float:
 
 def convolutions_per_call(floor: float) -> int:
     """Return enough of them to keep the device busy while the host issues the next call."""
-    return max(8, min(96, math.ceil(1000 / floor)))
+    return max(16, math.ceil(250 / floor))
 
 
 def measure(batch: int, with_xla: bool) -> Iterator[dict[str, Any]]:

@@ -217,7 +217,10 @@ class SpecReader {
     }
     if (has_parameter) {
       const auto slope = ParseDouble(*value);
-      if (!slope) Fail("activation is " + Quoted(whole) + ", expected a finite slope");
+      // cuDNN takes the larger of v and slope * v: another function where the slope is above 1.
+      if (!slope || !(*slope >= 0 && *slope <= 1)) {
+        Fail("activation is " + Quoted(whole) + ", expected a slope from 0 to 1");
+      }
       activation.slope = *slope;
     }
     return activation;

@@ -112,7 +112,7 @@ def _xla_form(
     spec: ConvSpec, algorithm: Algorithm | None, pinned: bool, *operands: jax.Array
 ) -> jax.Array:
     reference = _REFERENCES[spec.direction]
-    options = {"integer_conv": False} if spec.direction == "fprop" else {}
+    options = {"carrier": "bfloat16"} if spec.direction == "fprop" else {}
     return reference(spec, *operands, **options)
 
 

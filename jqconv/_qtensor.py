@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import operator
 from typing import Any, Self
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
@@ -172,6 +174,21 @@ class PackedKernel:
         new = object.__new__(cls)
         new.values, new.scale = children
         return new
+
+
+# So that an exported function may take and return them.
+jax.export.register_pytree_node_serialization(
+    QTensor,
+    serialized_name="jqconv.QTensor",
+    serialize_auxdata=lambda zero_point: json.dumps(zero_point).encode(),
+    deserialize_auxdata=json.loads,
+)
+jax.export.register_pytree_node_serialization(
+    PackedKernel,
+    serialized_name="jqconv.PackedKernel",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: None,
+)
 
 
 def prepack(w: QTensor | ArrayLike) -> PackedKernel:

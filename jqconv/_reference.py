@@ -8,7 +8,8 @@ rules are stated in. :func:`fprop`, :func:`dgrad` and :func:`wgrad` take the ope
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ _LAYOUT = ("NHWC", "OHWI", "NHWC")
 _EXACT_FLOAT32 = 2**24
 
 
-def fprop(spec: ConvSpec, *operands: jax.Array, integer_conv: bool = True) -> jax.Array:
+def fprop(spec: ConvSpec, *operands: jax.Array, carrier: str = "float32") -> jax.Array:
     """Return the fused convolution that `spec` describes.
 
     Parameters
@@ -34,16 +35,12 @@ def fprop(spec: ConvSpec, *operands: jax.Array, integer_conv: bool = True) -> ja
         With ``direction="fprop"``.
     *operands : Array
         Those of ``spec.operands``, in order.
-    integer_conv : bool, default True
-        Whether the backend convolves integers rightly. Without it (XLA on CUDA returns wrong
-        results for grouped int8) they are carried in floating point, exactly.
+    carrier : str, default "float32"
+        The floating-point dtype that carries the integers through the convolution, exactly:
+        ``"bfloat16"`` is the fast one on a GPU.
     """
     named = dict(zip(spec.operands, operands, strict=True))
-    x, w = named.pop("x"), named.pop("w")
-    if spec.empty:
-        acc = jnp.zeros(spec.y_shape, jnp.int32)
-    else:
-        acc = (_accumulate_integer if integer_conv else _accumulate_float)(spec, x, w)
+    acc = _accumulate(spec, named.pop("x"), named.pop("w"), carrier)
     if spec.y_dtype == "int32":
         return acc
     return _round_to(spec.y_dtype, epilogue(spec, acc, **named))
@@ -71,7 +68,7 @@ def _gradient(
         return jnp.zeros(shape, dtype)
     # Of the same manual axes as the others: the transpose would else be summed over the shards.
     like, dy, other = equally_varying(
-        [jnp.zeros(shape), dy.astype(jnp.float32), other.astype(jnp.float32)]
+        [jnp.zeros(shape, jnp.float32), dy.astype(jnp.float32), other.astype(jnp.float32)]
     )
     (gradient,) = jax.linear_transpose(lambda first: conv(first, other), like)(dy)
     return gradient.astype(dtype)
@@ -136,11 +133,10 @@ def _conv(spec: ConvSpec, x: jax.Array, w: jax.Array, **options: Any) -> jax.Arr
         x,
         w,
         window_strides=spec.strides,
-        padding=spec.padding,
         rhs_dilation=spec.dilation,
         feature_group_count=spec.groups,
         dimension_numbers=_LAYOUT,
-        **options,
+        **{"padding": spec.padding, **options},
     )
 
 
@@ -149,59 +145,52 @@ def _precision(spec: ConvSpec) -> lax.Precision:
     return lax.Precision.HIGHEST if spec.x_dtype == "float32" else lax.Precision.DEFAULT
 
 
-def _accumulate_integer(spec: ConvSpec, x: jax.Array, w: jax.Array) -> jax.Array:
-    if w.dtype != x.dtype:  # a kernel less its zero point is wider than int8
-        x, w = x.astype(jnp.int32), w.astype(jnp.int32)
-    return _conv(spec, x, w, preferred_element_type=jnp.int32)
+def _accumulate(spec: ConvSpec, x: jax.Array, w: jax.Array, carrier: str) -> jax.Array:
+    """Return the exact int32 accumulator, from convolutions of integers carried as floats.
 
-
-def _accumulate_float(spec: ConvSpec, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Accumulate in bf16 convolutions small enough for float32 to be exact, summed in int32.
-
-    bf16 holds every integer up to 256, and float32 sums at most 2**24 of them exactly in any
-    order. Larger windows are cut in pieces: first along the channels, then along the window.
+    XLA's own int8 convolutions are wrong on CUDA where grouped, and naive loops on a CPU where
+    the kernel is OHWI. Floats serve both: bf16 and float32 hold every operand (at most 255 in
+    magnitude), and float32 sums at most 2**24 exactly in any order. Larger windows are cut in
+    pieces, first along the channels, then along the window, and the pieces summed in int32.
     """
-    (top, bottom), (left, right) = spec.padding
-    x = jnp.pad(x, ((0, 0), (top, bottom), (left, right), (0, 0))).astype(jnp.bfloat16)
-    w = w.astype(jnp.bfloat16)
+    if spec.empty:
+        return jnp.zeros(spec.y_shape, jnp.int32)
     limit = _EXACT_FLOAT32 // spec.product_magnitude
-    _, p, q, _ = spec.y_shape
+    x, w = x.astype(carrier), w.astype(carrier)
+    wide = {"preferred_element_type": jnp.float32}
+    if spec.products <= limit:
+        sums = [_conv(spec, x, w, **wide)]
+    else:
+        sums = [
+            _conv(spec, *piece, padding="VALID", **wide) for piece in _pieces(spec, x, w, limit)
+        ]
+    return functools.reduce(jnp.add, [jnp.round(part).astype(jnp.int32) for part in sums])
 
-    def piece(rows: slice, cols: slice, channels: slice) -> jax.Array:
-        # One window position reads rows.start * dilation further down, and so to the right.
-        part = w[:, rows, cols, channels]
-        _, r, s, c = part.shape
-        y0, x0 = rows.start * spec.dilation[0], cols.start * spec.dilation[1]
-        height = (p - 1) * spec.strides[0] + (r - 1) * spec.dilation[0] + 1
-        width = (q - 1) * spec.strides[1] + (s - 1) * spec.dilation[1] + 1
-        window = x[:, y0 : y0 + height, x0 : x0 + width, :]
-        if c < spec.w_shape[3]:
-            n, h_in, w_in, _ = window.shape
-            grouped = window.reshape(n, h_in, w_in, spec.groups, spec.w_shape[3])
-            window = grouped[..., channels].reshape(n, h_in, w_in, spec.groups * c)
-        sums = lax.conv_general_dilated(
-            window,
-            part,
-            window_strides=spec.strides,
-            padding="VALID",
-            rhs_dilation=spec.dilation,
-            feature_group_count=spec.groups,
-            dimension_numbers=_LAYOUT,
-            preferred_element_type=jnp.float32,
-        )
-        return jnp.round(sums).astype(jnp.int32)
 
+def _pieces(
+    spec: ConvSpec, x: jax.Array, w: jax.Array, limit: int
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yield operands of unpadded convolutions of at most `limit` products that sum to the whole."""
+    (top, bottom), (left, right) = spec.padding
+    x = jnp.pad(x, ((0, 0), (top, bottom), (left, right), (0, 0)))
     _, r, s, c = spec.w_shape
+    _, p, q, _ = spec.y_shape
     channels = max(1, min(c, limit // (r * s)))
     cols = max(1, min(s, limit // channels))
     rows = max(1, min(r, limit // (channels * cols)))
-    pieces = [
-        piece(row, col, channel)
-        for row in _slices(r, rows)
-        for col in _slices(s, cols)
-        for channel in _slices(c, channels)
-    ]
-    return functools.reduce(jnp.add, pieces)
+    for row, col, channel in itertools.product(
+        _slices(r, rows), _slices(s, cols), _slices(c, channels)
+    ):
+        window = x[:, _reach(spec, 0, p, row), _reach(spec, 1, q, col), :]
+        grouped = window.reshape(*window.shape[:3], spec.groups, c)[..., channel]
+        yield grouped.reshape(*window.shape[:3], -1), w[:, row, col, channel]
+
+
+def _reach(spec: ConvSpec, axis: int, windows: int, taps: slice) -> slice:
+    """Return what `windows` windows read along an axis with these of their taps."""
+    stride, dilation = spec.strides[axis], spec.dilation[axis]
+    first = taps.start * dilation
+    return slice(first, (windows - 1) * stride + (taps.stop - 1) * dilation + 1)
 
 
 def _slices(size: int, step: int) -> list[slice]:

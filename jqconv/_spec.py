@@ -69,8 +69,8 @@ class Activation:
             raise ValueError(f"activation {name!r} takes no parameter, got {parameter!r}")
         if parameter is None:
             parameter = default
-        elif not math.isfinite(parameter) or parameter < 0:
-            raise ValueError(f"the slope of {name!r} must be finite and >= 0, got {parameter!r}")
+        elif not 0 <= parameter <= 1:
+            raise ValueError(f"the slope of {name!r} must be from 0 to 1, got {parameter!r}")
         return cls(name, None if parameter is None else float(parameter))
 
     @property

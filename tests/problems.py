@@ -62,10 +62,25 @@ class Form:
         return "-".join(parts)
 
 
+RAW = Form(output="int32", multiplier=None, bias=False)
+
+
+def every_form() -> list[Form]:
+    """Each activation with each residual, output and kind of scale, the rest drawn; and the raw."""
+    rng = np.random.default_rng(11)
+    options = itertools.product(ACTIVATIONS, RESIDUALS, OUTPUTS, ("scalar", "channel"))
+    forms = [RAW]
+    for activation, residual, output, multiplier in options:
+        bias, scaled, multiplied = (bool(b) for b in rng.integers(2, size=3))
+        scaled = scaled and residual is not None
+        forms.append(Form(activation, residual, output, multiplier, bias, scaled, multiplied))
+    return forms
+
+
 def covering_forms() -> list[Form]:
     """Every pair of options; activation and residual twice; and the raw accumulator."""
     rng = np.random.default_rng(7)
-    forms = [Form(output="int32", multiplier=None, bias=False)]
+    forms = [RAW]
     for turn, (a, activation), (r, residual) in itertools.product(
         range(2), enumerate(ACTIVATIONS), enumerate(RESIDUALS)
     ):

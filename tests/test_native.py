@@ -88,6 +88,7 @@ def test_every_target_is_registered():
         ("multiplier=channel", "multiplier=both", "both"),
         ("multiplier=channel", "multiplier=channel activation=tanh", "tanh"),
         ("multiplier=channel", "multiplier=channel activation=leaky_relu:x", "leaky_relu:x"),
+        ("multiplier=channel", "multiplier=channel activation=leaky_relu:1.5", "leaky_relu:1.5"),
         ("multiplier=channel", "multiplier=channel activation=relu6:0.0", "relu6:0.0"),
         ("multiplier=channel", "multiplier=channel color=red", "color"),
         ("multiplier=channel", "multiplier=channel multiplier=channel", "multiplier"),

@@ -198,6 +198,7 @@ def test_activation_text(given, text):
         (("leaky_relu", float("nan")), "nan"),
         (("leaky_relu", float("inf")), "inf"),
         (("leaky_relu", -0.5), "-0.5"),
+        (("leaky_relu", 1.5), "1.5"),
     ],
 )
 def test_bad_activation_is_named(given, word):

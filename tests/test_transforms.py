@@ -294,6 +294,28 @@ def test_exported_gradient(leaves):
     assert_trees_close(found, gradient(*args))
 
 
+def test_exported_function_takes_and_returns_quantized_tensors(rng):
+    q = QTensor(draw_codes(rng, (1, 4, 4, 4)), np.float32(0.1), 3)
+    packed = jqconv.prepack(QTensor(draw_codes(rng, (3, 3, 4, 6)), np.float32(0.1)))
+
+    def run(q, packed):
+        return jqconv.conv2d(q, packed, out_scale=50.0)
+
+    exported = jax.export.export(jax.jit(run), platforms=["cpu"])(q, packed)
+    with jax.default_device(jax.devices("cpu")[0]):
+        y = serialized(exported).call(q, packed)
+    assert isinstance(y, QTensor)
+    np.testing.assert_array_equal(y.values, run(q, packed).values)
+
+
+def test_x64_mode_changes_nothing(leaves):
+    plain = jax.grad(loss)(leaves)
+    with jax.enable_x64(True):
+        wide = jax.jit(jax.grad(loss))(leaves)
+    assert jax.tree.map(jnp.dtype, wide) == jax.tree.map(jnp.dtype, plain)
+    assert_trees_close(wide, plain)
+
+
 @pytest.fixture
 def lower_for_cuda(monkeypatch):
     """The program's text for CUDA, lowered where there is no GPU, handlers taken as built."""

@@ -14,7 +14,7 @@ import oracle
 import pytest
 from checking import MOVED_FRACTION, moved, relative_error, ulps
 from oracle import Geometry
-from problems import Form, covering_forms, draw_codes, draw_problem, is_exact, name_of
+from problems import Form, draw_codes, draw_problem, every_form, is_exact, name_of
 
 import jqconv
 from jqconv import _algorithm, _native, _primitive
@@ -23,10 +23,11 @@ from jqconv._spec import Activation, ConvSpec
 pytestmark = pytest.mark.gpu
 
 X_SHAPE, KERNEL, K = (4, 14, 14, 64), (3, 3), 64
-FORMS = covering_forms()
+FORMS = every_form()
 
 FLOAT_LIMIT = 3.0  # ulp, as checking.ulps counts them
-SMOOTH_LIMIT = 16.0  # likewise: the GPU's exp and tanh
+SMOOTH_FRACTION = 1e-3  # of codes that the GPU's exp and tanh may move by one
+SMOOTH_LIMIT = 64.0  # likewise: the GPU's exp and tanh
 
 
 def draw(rng, form, exact):
@@ -93,7 +94,7 @@ def test_form(rng, plans, measured, form):
             if (exact and not smooth) or form.output == "int32":
                 assert distance.count == 0
             else:
-                assert distance.fraction < MOVED_FRACTION
+                assert distance.fraction < (SMOOTH_FRACTION if smooth else MOVED_FRACTION)
         else:
             worst = ulps(result, problem.answer, problem.magnitude)
             measured(what, f"{worst:.3f} ulp")
@@ -104,7 +105,7 @@ def test_form(rng, plans, measured, form):
                 assert worst <= (SMOOTH_LIMIT if smooth else FLOAT_LIMIT)
 
 
-@pytest.mark.parametrize("slope", [0.0, 0.01, 0.3, 1.5])
+@pytest.mark.parametrize("slope", [0.0, 0.01, 0.3, 1.0])
 def test_every_slope_of_leaky_relu(rng, measured, slope):
     problem = draw(rng, Form(("leaky_relu", slope), output="float32"), exact=False)
     result = jqconv.qconv2d(*problem.operands, **problem.options)
