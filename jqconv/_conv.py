@@ -75,8 +75,8 @@ def qconv2d(
     out_multiplier : Array or float, optional
         Scalar, applied after the activation.
     activation : str or (str, float), optional
-        ``"relu"``, ``"relu6"``, ``"leaky_relu"`` (or ``("leaky_relu", slope)``, from 0 to 1), ``"silu"``,
-        ``"gelu"`` (tanh form) or ``"hard_swish"``.
+        ``"relu"``, ``"relu6"``, ``"leaky_relu"`` or ``("leaky_relu", slope)`` with a slope from 0
+        to 1, ``"silu"``, ``"gelu"`` (tanh form) or ``"hard_swish"``.
     strides, dilation : int or pair of int
         For height and width.
     padding : str, int or pairs
