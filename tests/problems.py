@@ -9,6 +9,8 @@ import numpy as np
 import oracle
 from oracle import Geometry
 
+from jqconv._spec import Activation, ConvSpec
+
 ACTIVATIONS = (None, "relu", "relu6", ("leaky_relu", 0.125), "silu", "gelu", "hard_swish")
 RESIDUALS = (None, "int8", "bfloat16", "float16", "float32")
 OUTPUTS = ("int8", "uint8", "bfloat16", "float16", "float32")
@@ -121,6 +123,32 @@ GEOMETRIES = {
 }
 
 
+def window_of(geometry: Geometry) -> dict:
+    """The options of conv2d and qconv2d, and fields of ConvSpec, that place the taps."""
+    return {
+        "strides": geometry.strides,
+        "padding": geometry.padding,
+        "dilation": geometry.dilation,
+        "groups": geometry.groups,
+    }
+
+
+def spec_of(form: Form, geometry: Geometry, x_shape, w_shape) -> ConvSpec:
+    """The spec that qconv2d makes of a form with these shapes of x and of the HWIO kernel."""
+    return ConvSpec(
+        x_shape=tuple(x_shape),
+        w_shape=(w_shape[-1], *w_shape[:-1]),
+        y_dtype=form.output,
+        multiplier=form.multiplier,
+        bias=form.bias,
+        residual=form.residual,
+        residual_scale=form.residual_scale,
+        activation=Activation.parse(form.activation),
+        out_multiplier=form.out_multiplier,
+        **window_of(geometry),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Operands of one qconv2d in NumPy, and its answer."""
@@ -140,17 +168,16 @@ class Problem:
         return self.x, self.w, self.multiplier, self.bias
 
     @property
+    def spec(self) -> ConvSpec:
+        return spec_of(self.form, self.geometry, self.x.shape, self.w.shape)
+
+    @property
     def options(self) -> dict:
-        g = self.geometry
-        return {
+        return window_of(self.geometry) | {
             "residual": self.residual,
             "residual_scale": self.residual_scale,
             "out_multiplier": self.out_multiplier,
             "activation": self.form.activation,
-            "strides": g.strides,
-            "padding": g.padding,
-            "dilation": g.dilation,
-            "groups": g.groups,
             "out_dtype": jnp.dtype(self.form.output),
         }
 

@@ -21,7 +21,7 @@ from differentiation import (
     off_ties,
 )
 from oracle import Geometry, Quantized
-from problems import ACTIVATIONS, draw_codes, name_of
+from problems import ACTIVATIONS, draw_codes, name_of, window_of
 
 import jqconv
 from jqconv import QTensor
@@ -116,12 +116,7 @@ def test_every_geometry(rng, case):
     x_shape, kernel, k, geometry = case
     leaves = draw_leaves(rng, geometry, x_shape, kernel, k)
     cotangent = cotangent_like(rng, leaves)
-    options = {
-        "strides": geometry.strides,
-        "padding": geometry.padding,
-        "dilation": geometry.dilation,
-        "groups": geometry.groups,
-    }
+    options = window_of(geometry)
     loss = loss_of(cotangent, activation="relu", grad_dtype=jnp.float32, **options)
     expected = expected_gradients(cotangent, leaves, geometry, activation="relu")
     assert_gradients(jax.jit(jax.grad(loss))(leaves), expected, FLOAT32_LIMIT)

@@ -13,6 +13,7 @@ from problems import (
     ACTIVATIONS,
     GEOMETRIES,
     OUTPUTS,
+    RAW,
     RESIDUALS,
     Form,
     covering_forms,
@@ -20,9 +21,11 @@ from problems import (
     draw_problem,
     is_exact,
     name_of,
+    spec_of,
 )
 
 import jqconv
+from jqconv import _reference
 
 FLOAT_LIMIT = 2.0  # ulp, as checking.ulps counts them
 
@@ -217,21 +220,10 @@ def test_integers_carried_in_floats_are_exact_beyond_1024_products(rng, channels
 
 
 def _assert_float_form_is_exact(x, kernel, k, geometry, rng, extreme=False):
-    from jqconv import _reference
-    from jqconv._spec import ConvSpec
-
     w = draw_codes(rng, (*kernel, x.shape[-1] // geometry.groups, k))
     if extreme:
         w = np.where(w < 96, np.int8(-128), np.int8(127))
     packed = w.transpose(3, 0, 1, 2)
-    spec = ConvSpec(
-        x_shape=x.shape,
-        w_shape=packed.shape,
-        strides=geometry.strides,
-        padding=geometry.padding,
-        dilation=geometry.dilation,
-        groups=geometry.groups,
-        y_dtype="int32",
-    )
+    spec = spec_of(RAW, geometry, x.shape, w.shape)
     acc = _reference.fprop(spec, jnp.asarray(x), jnp.asarray(packed), carrier="bfloat16")
     assert_same_codes(acc, oracle.accumulate(x, w, geometry), "int32")

@@ -23,11 +23,10 @@ from differentiation import (
     loss_of,
 )
 from oracle import Geometry
-from problems import GEOMETRIES, Form, draw_codes, draw_problem
+from problems import GEOMETRIES, RAW, Form, draw_codes, draw_problem, window_of
 
 import jqconv
 from jqconv import Algorithm, QTensor, _algorithm, _native, _primitive
-from jqconv._spec import Activation, ConvSpec
 from jqconv._timing import time_plan
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +40,6 @@ MORE_GEOMETRIES = GEOMETRIES | {
     "depthwise_64": ((2, 9, 9, 64), (3, 3), 64, Geometry(groups=64, padding=((1, 1), (1, 1)))),
 }
 RELU = Form("relu", "int8", "int8", "channel", bias=True, residual_scale=True)
-RAW = Form(output="int32", multiplier=None, bias=False)
 
 
 def solve(problem, **options):
@@ -129,12 +127,7 @@ def test_gradients(rng, measured, name, grad_dtype, limit):
     x_shape, kernel, k, geometry = MORE_GEOMETRIES[name]
     leaves = draw_leaves(rng, geometry, x_shape, kernel, k)
     cotangent = cotangent_like(rng, leaves)
-    options = {
-        "strides": geometry.strides,
-        "padding": geometry.padding,
-        "dilation": geometry.dilation,
-        "groups": geometry.groups,
-    }
+    options = window_of(geometry)
     loss = loss_of(cotangent, activation="relu", grad_dtype=grad_dtype, **options)
     found = jax.jit(jax.grad(loss))(leaves)
     expected = expected_gradients(cotangent, leaves, geometry, activation="relu")
@@ -345,7 +338,7 @@ def test_choice_stands_in_the_jaxpr(rng, fresh):
 
 def test_named_algorithm_runs(rng):
     problem = draw(rng)
-    spec = spec_of(problem)
+    spec = problem.spec
     chosen = _algorithm.choose(spec)
     assert chosen.form == "int8"
     assert_same_codes(solve(problem, algorithm=str(chosen)), problem.answer)
@@ -359,25 +352,6 @@ def test_missing_algorithm_is_named_and_the_process_goes_on(rng):
         with refused(ValueError, missing):
             solve(problem, algorithm=missing)
         assert_same_codes(solve(problem), problem.answer)
-
-
-def spec_of(problem):
-    form, geometry = problem.form, problem.geometry
-    return ConvSpec(
-        x_shape=problem.x.shape,
-        w_shape=problem.w.transpose(3, 0, 1, 2).shape,
-        strides=geometry.strides,
-        padding=geometry.padding,
-        dilation=geometry.dilation,
-        groups=geometry.groups,
-        y_dtype=form.output,
-        multiplier=form.multiplier,
-        bias=form.bias,
-        residual=form.residual,
-        residual_scale=form.residual_scale,
-        activation=Activation.parse(form.activation),
-        out_multiplier=form.out_multiplier,
-    )
 
 
 def operands_of(problem):
@@ -409,7 +383,7 @@ def test_missing_algorithm_in_a_program_is_replaced_with_a_warning(rng):
 
 def run_named(problem, algorithm, pinned):
     """Run a program that was lowered with an algorithm that nobody checked."""
-    spec = spec_of(problem)
+    spec = problem.spec
 
     @jax.jit
     def run(*operands):
@@ -476,7 +450,7 @@ def test_timing_gives_plausible_microseconds(rng):
     problem = draw_problem(
         rng, Form("relu"), x_shape=(64, 28, 28, 128), k=128, kernel=(3, 3), exact=True
     )
-    spec = spec_of(problem)
+    spec = problem.spec
     times = time_plan(spec, _algorithm.choose(spec), [operands_of(problem)] * 2, samples=5)
     # 14.8 GFLOP and 13 MB: no GPU does it in 2 us, and a working plan takes no 2 ms.
     assert times.shape == (5,)

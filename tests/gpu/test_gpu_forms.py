@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import problems
 import pytest
 from checking import MOVED_FRACTION, moved, relative_error, ulps
 from oracle import Geometry
@@ -18,7 +19,6 @@ from problems import Form, draw_codes, draw_problem, every_form, is_exact, name_
 
 import jqconv
 from jqconv import _algorithm, _native, _primitive
-from jqconv._spec import Activation, ConvSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -36,18 +36,8 @@ def draw(rng, form, exact):
 
 def spec_of(form):
     """The spec that qconv2d makes of a form's problem."""
-    return ConvSpec(
-        x_shape=X_SHAPE,
-        w_shape=(K, *KERNEL, X_SHAPE[-1]),
-        padding=((1, 1), (1, 1)),
-        y_dtype=form.output,
-        multiplier=form.multiplier,
-        bias=form.bias,
-        residual=form.residual,
-        residual_scale=form.residual_scale,
-        activation=Activation.parse(form.activation),
-        out_multiplier=form.out_multiplier,
-    )
+    w_shape = (*KERNEL, X_SHAPE[-1], K)
+    return problems.spec_of(form, Geometry(padding=((1, 1), (1, 1))), X_SHAPE, w_shape)
 
 
 @pytest.fixture(scope="session")
