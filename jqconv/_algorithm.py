@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -275,7 +275,8 @@ def choose(spec: ConvSpec, given: Algorithm | None = None) -> Algorithm | None:
 
 def target_gpu() -> jax.Device | None:
     """Return the CUDA device that what is traced now will run on, or None."""
-    default = jax.config.jax_default_device
+    config: Any = jax.config  # whose options are typed in some versions of JAX only
+    default = config.jax_default_device
     if isinstance(default, str):
         device = jax.local_devices(backend=default)[0]
     else:
