@@ -15,6 +15,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jqconv._first_order import first_order
+from jqconv._residuals import keep, mark, marked
+from jqconv._sharding import equally_varying
 
 #: Smallest and largest code of each integer dtype that a QTensor may hold.
 CODE_RANGE: dict[str, tuple[int, int]] = {"int8": (-128, 127), "uint8": (0, 255)}
@@ -103,7 +105,7 @@ class QTensor:
         if self.fq is not None:
             return jnp.asarray(self.fq, dtype)
         codes = jnp.asarray(self.values).astype(jnp.float32) - (self.zero_point or 0)
-        return (codes * self.scale).astype(dtype)
+        return (codes * over_last(self.scale, self.ndim)).astype(dtype)
 
     def __repr__(self) -> str:
         if not hasattr(self.values, "dtype"):  # a tree of axes, specs or shapes, not of arrays
@@ -283,7 +285,7 @@ def quantize(
         raise TypeError(f"quantize makes int8 or uint8, got dtype={name}")
     scale = as_scale(scale, "scale", channels=(array.shape or (None,))[-1])
     zero_point = as_zero_point(zero_point, name)
-    codes, view = _quantize(name, zero_point or 0, array, scale)
+    codes, view = _quantize(name, zero_point or 0, *equally_varying([array, scale]))
     return QTensor(codes, scale, zero_point, fq=view)
 
 
@@ -379,13 +381,21 @@ def _round(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the codes of `x`, their float view, and where nothing was clipped."""
     low, high = CODE_RANGE[dtype]
-    rounded = jnp.round(x.astype(jnp.float32) / scale + zero_point)
+    step = over_last(scale, x.ndim)
+    rounded = jnp.round(x.astype(jnp.float32) / step + zero_point)
     codes = jnp.clip(rounded, low, high)
-    return codes.astype(dtype), (codes - zero_point) * scale, codes == rounded
+    return codes.astype(dtype), (codes - zero_point) * step, codes == rounded
+
+
+# Compiled, although a step of other programs as a rule: jax.shard_map outside of jit has no rule
+# for a bare custom VJP that asks what is differentiated.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _quantize(dtype: str, zero_point: int, x: jax.Array, scale: jax.Array) -> Any:
+    return _quantize_vjp(dtype, zero_point, x, scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _quantize(
+def _quantize_vjp(
     dtype: str, zero_point: int, x: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the codes of `x` and their float view, which has the derivatives.
@@ -402,27 +412,38 @@ def _quantize(
 def _quantize_fwd(dtype: str, zero_point: int, x: Any, scale: Any) -> tuple[Any, Any]:
     codes, view, inside = _round(dtype, zero_point, x.value, scale.value)
     # The clip mask is kept as bits; x itself only where the scale is differentiated.
-    saved = (x.value, codes, scale.value) if scale.perturbed else None
+    learned = scale.perturbed
+    saved = (keep(learned, x.value), keep(learned, codes), scale.value)
+    asked = mark(["scale"] if learned else [], ["scale"])
     view = first_order(view, x.value)
-    return (codes, view), (pack_mask(inside), jnp.zeros((0,), x.value.dtype), saved)
+    return (codes, view), (asked, pack_mask(inside), jnp.zeros((0,), x.value.dtype), saved)
 
 
 def _quantize_bwd(dtype: str, zero_point: int, residuals: Any, cts: Any) -> tuple[Any, Any]:
-    bits, like_x, saved = residuals
+    asked, bits, like_x, (x, codes, scale) = residuals
     _, ct = cts
     if isinstance(ct, jax.custom_derivatives.SymbolicZero):
         return None, None
     inside = unpack_mask(bits, ct.shape)
     dx = jnp.where(inside, ct, 0).astype(like_x.dtype)
-    if saved is None:
+    if not marked(asked, ["scale"]):
         return dx, None
-    x, codes, scale = saved
     steps = codes.astype(jnp.float32) - zero_point
-    slope = steps - jnp.where(inside, x.astype(jnp.float32) / scale, 0)
+    ratio = x.astype(jnp.float32) / over_last(scale, x.ndim)
+    slope = steps - jnp.where(inside, ratio, 0)
     return dx, sum_to_scale(ct * slope, scale)
 
 
-_quantize.defvjp(_quantize_fwd, _quantize_bwd, symbolic_zeros=True)
+_quantize_vjp.defvjp(_quantize_fwd, _quantize_bwd, symbolic_zeros=True)
+
+
+def over_last(vector: ArrayLike, rank: int) -> jax.Array:
+    """Return a scalar, or a vector of the last axis, ready to meet an array of `rank`.
+
+    Written out, for programs that set ``jax_numpy_rank_promotion="raise"``.
+    """
+    array = jnp.asarray(vector)
+    return array.reshape((1,) * (rank - array.ndim) + array.shape) if array.ndim else array
 
 
 def sum_to_scale(terms: jax.Array, scale: jax.Array) -> jax.Array:

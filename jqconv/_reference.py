@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jqconv._qtensor import CODE_RANGE
+from jqconv._qtensor import CODE_RANGE, over_last
 from jqconv._sharding import equally_varying
 from jqconv._spec import Activation, ConvSpec
 
@@ -84,9 +84,9 @@ def epilogue(
     out_multiplier: jax.Array | None = None,
 ) -> jax.Array:
     """Return the float32 value of the epilogue, before it is rounded to the output's dtype."""
-    v = acc.astype(jnp.float32) * multiplier
+    v = acc.astype(jnp.float32) * over_last(multiplier, acc.ndim)
     if bias is not None:
-        v = v + bias
+        v = v + over_last(bias, acc.ndim)
     if residual is not None:
         side = residual.astype(jnp.float32)
         v = v + (side if residual_scale is None else side * residual_scale)

@@ -8,6 +8,7 @@ finds there. The residuals are codes and bits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from jax import lax
 from jqconv import _algorithm, _primitive, _reference
 from jqconv._algorithm import Algorithm, ConvAlgorithms
 from jqconv._first_order import first_order
-from jqconv._qtensor import CODE_RANGE, pack_mask, sum_to_scale, unpack_mask
+from jqconv._qtensor import CODE_RANGE, over_last, pack_mask, sum_to_scale, unpack_mask
+from jqconv._residuals import keep, mark, marked
 from jqconv._spec import Activation, ConvSpec, Direction
 
 
@@ -108,36 +110,16 @@ def _value_operands(call: Call, ops: Operands) -> dict[str, Any]:
     }
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """What the forward rule decided for the backward rule."""
-
-    wanted: frozenset[str]  # the operands that are differentiated
-    algorithms: ConvAlgorithms
-    value_spec: ConvSpec | None  # the convolution that recomputes v, where it is needed
-    value_algorithm: Algorithm | None
-
-    def needs(self, direction: Direction) -> bool:
-        """Whether the backward rule runs `direction`."""
-        return _needs(self.wanted, direction)
-
-
-def _needs(wanted: Collection[str], direction: Direction) -> bool:
-    """Whether a gradient among `wanted` comes out of `direction`."""
-    tensor = {"dgrad": "x", "wgrad": "w"}[direction]
-    return f"{tensor}_view" in wanted or f"{tensor}_scale" in wanted
-
-
 class _Saved(NamedTuple):
     """The residuals. Tensors are codes or bits; floats are scales and vectors.
 
     The exception is a float residual operand, kept where its scale is differentiated or v is
-    recomputed.
+    recomputed. The structure depends on the call alone; see _residuals.
     """
 
-    choice: _Choice
-    ops: Operands  # without views; None where not needed
+    algorithms: ConvAlgorithms  # chosen by the forward rule, run by the backward rule; static
+    wanted: jax.Array  # the operands that are differentiated, as a mark
+    ops: Operands  # without views; empty where not needed
     codes: Any  # the output, if it is codes
     active: Any  # else, where a piecewise-linear activation is active, as bits
 
@@ -151,9 +133,8 @@ def _conv_fwd(call: Call, ops: Operands) -> tuple[Any, _Saved]:
             "whose operands are all frozen: give x or w as a float array with its scale, or as "
             "a QTensor with a float view (quantize makes one), or leave out_scale out"
         )
-    choice = _choose(call, ops, perturbed)
     y, view = _forward(call, ops)
-    saved = _save(call, choice, ops, y)
+    saved = _save(call, ops, _wanted(ops, perturbed), y)
     sources = [getattr(ops, name) for name in sorted(perturbed)]
     if view is not None:
         return (y, first_order(view, *sources)), saved
@@ -169,57 +150,60 @@ def _is_perturbed(operand: Any) -> bool:
     )
 
 
-def _choose(call: Call, ops: Operands, perturbed: frozenset[str]) -> _Choice:
-    """Choose every algorithm that forward and backward will run."""
-    # A view takes the gradient of its tensor; the scale beside it then takes none.
-    wanted = set(perturbed)
-    for name in ("x", "w", "residual"):
-        if getattr(ops, f"{name}_view") is not None:
-            wanted.discard(f"{name}_scale")
+def _wanted(ops: Operands, perturbed: frozenset[str]) -> frozenset[str]:
+    """Return the operands that get a cotangent.
+
+    A view takes the gradient of its tensor; the scale beside it then takes none.
+    """
+    tensors = ("x", "w", "residual")
+    viewed = {f"{name}_scale" for name in tensors if getattr(ops, f"{name}_view") is not None}
+    return perturbed - viewed
+
+
+def _needs(wanted: Collection[str], direction: Direction) -> bool:
+    """Whether a gradient among `wanted` comes out of `direction`."""
+    tensor = {"dgrad": "x", "wgrad": "w"}[direction]
+    return f"{tensor}_view" in wanted or f"{tensor}_scale" in wanted
+
+
+def _recomputes(call: Call, wanted: Collection[str]) -> bool:
+    """Whether the backward rule needs v, the value before the activation."""
     act = call.spec.activation
-    value_spec = None
-    if (act is not None and act.smooth) or "out_scale" in wanted:
-        value_spec = dataclasses.replace(
-            call.spec,
-            y_dtype="float32",
-            activation=None,
-            out_multiplier=False,
-            residual_scale=ops.residual_scale is not None,
-        )
+    return (act is not None and act.smooth) or "out_scale" in wanted
+
+
+def _choose(call: Call) -> ConvAlgorithms:
+    """Choose the algorithms of all three directions."""
+    given = call.algorithms
 
     def backward(direction: Direction) -> Algorithm | None:
-        if not _needs(wanted, direction):
-            return None
         spec = call.spec.backward(direction, call.grad_dtype)
-        return _algorithm.choose(spec, getattr(call.algorithms, direction))
+        return _algorithm.choose(spec, getattr(given, direction))
 
-    return _Choice(
-        wanted=frozenset(wanted),
-        algorithms=ConvAlgorithms(
-            fprop=_algorithm.choose(call.spec, call.algorithms.fprop),
-            dgrad=backward("dgrad"),
-            wgrad=backward("wgrad"),
-        ),
-        value_spec=value_spec,
-        value_algorithm=None if value_spec is None else _algorithm.choose(value_spec),
+    return ConvAlgorithms(
+        fprop=_algorithm.choose(call.spec, given.fprop),
+        dgrad=backward("dgrad"),
+        wgrad=backward("wgrad"),
     )
 
 
-def _save(call: Call, choice: _Choice, ops: Operands, y: jax.Array) -> _Saved:
+def _save(call: Call, ops: Operands, wanted: frozenset[str], y: jax.Array) -> _Saved:
     """Keep what the backward rule will read, and nothing else."""
-    recomputes = choice.value_spec is not None
+    recomputes = _recomputes(call, wanted)
     needed = {
-        "x": recomputes or choice.needs("wgrad") or "x_scale" in choice.wanted,
-        "w": recomputes or choice.needs("dgrad") or "w_scale" in choice.wanted,
+        "x": recomputes or _needs(wanted, "wgrad") or "x_scale" in wanted,
+        "w": recomputes or _needs(wanted, "dgrad") or "w_scale" in wanted,
         "bias": recomputes,
-        "residual": recomputes or "residual_scale" in choice.wanted,
+        "residual": recomputes or "residual_scale" in wanted,
     }
-    dropped = {name: None for name, need in needed.items() if not need}
+    given = {name: getattr(ops, name) for name in needed}
+    kept = {n: None if op is None else keep(needed[n], op) for n, op in given.items()}
     views = dict.fromkeys(("x_view", "w_view", "residual_view"))
     active = None if call.quantized else _active(call.spec.activation, y)
     return _Saved(
-        choice=choice,
-        ops=ops._replace(**dropped, **views),
+        algorithms=_choose(call),
+        wanted=mark(wanted, Operands._fields),
+        ops=ops._replace(**kept, **views),
         codes=y if call.quantized else None,
         active=None if active is None else pack_mask(active),
     )
@@ -252,62 +236,63 @@ def _conv_bwd(call: Call, saved: _Saved, cotangents: Any) -> tuple[Operands]:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (Operands(*[None] * len(Operands._fields)),)
     dy = dy.astype(jnp.float32)
-    ops, choice = saved.ops, saved.choice
-    v = None if choice.value_spec is None else _recompute(choice, _value_operands(call, ops))
+    ops, algorithms = saved.ops, saved.algorithms
+    wanted = marked(saved.wanted, Operands._fields)
+    v = _recompute(call, ops) if _recomputes(call, wanted) else None
     dv = dy * _slope(call, saved, v, dy.shape)
 
     grads: dict[str, Any] = {}
-    if choice.needs("dgrad"):
-        dx = _dgrad(call, choice, ops, dv)
+    if _needs(wanted, "dgrad"):
+        dx = _dgrad(call, algorithms, ops, dv)
         grads["x_view"] = dx
-        if "x_scale" in choice.wanted:
+        if "x_scale" in wanted:
             grads["x_scale"] = jnp.sum(dx * (ops.x.astype(jnp.float32) - call.x_zero))
-    if choice.needs("wgrad"):
-        dw = _wgrad(call, choice, ops, dv)
+    if _needs(wanted, "wgrad"):
+        dw = _wgrad(call, algorithms, ops, dv)
         grads["w_view"] = dw
-        if "w_scale" in choice.wanted:
+        if "w_scale" in wanted:
             terms = jnp.moveaxis(dw * ops.w.astype(jnp.float32), 0, -1)
             grads["w_scale"] = sum_to_scale(terms, ops.w_scale)
     grads["bias"] = jnp.sum(dv, axis=(0, 1, 2))
     grads["residual_view"] = dv
-    if "residual" in choice.wanted:
+    if "residual" in wanted:
         scaled = dv if ops.residual_scale is None else dv * ops.residual_scale
         grads["residual"] = scaled.astype(call.spec.residual)
-    if "residual_scale" in choice.wanted:
+    if "residual_scale" in wanted:
         grads["residual_scale"] = jnp.sum(dv * ops.residual.astype(jnp.float32))
-    if "out_scale" in choice.wanted:
+    if "out_scale" in wanted:
         grads["out_scale"] = _out_scale_grad(call, saved, v, dy)
-    return (Operands(*(grads[f] if f in choice.wanted else None for f in Operands._fields)),)
+    return (Operands(*(grads[f] if f in wanted else None for f in Operands._fields)),)
 
 
-def _recompute(choice: _Choice, named: dict[str, Any]) -> jax.Array:
+def _recompute(call: Call, ops: Operands) -> jax.Array:
     """Return v, before the activation: the one tensor that is cheaper to make than to keep."""
-    spec = choice.value_spec
-    assert spec is not None
-    operands = [named[name] for name in spec.operands]
-    return _primitive.conv(spec, choice.value_algorithm, *operands)
+    spec = dataclasses.replace(
+        call.spec,
+        y_dtype="float32",
+        activation=None,
+        out_multiplier=False,
+        residual_scale=ops.residual_scale is not None,
+    )
+    return fprop(spec, ConvAlgorithms(), _value_operands(call, ops))
 
 
-def _dgrad(call: Call, choice: _Choice, ops: Operands, dv: jax.Array) -> jax.Array:
+def _dgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, dv: jax.Array) -> jax.Array:
     spec = call.spec.backward("dgrad", call.grad_dtype)
     # The barrier keeps XLA from making the wide copies of the codes early and holding them.
-    w, dy = lax.optimization_barrier((ops.w, dv * ops.w_scale))
+    w, dy = lax.optimization_barrier((ops.w, dv * over_last(ops.w_scale, dv.ndim)))
+    operands = dy.astype(spec.y_dtype), w.astype(spec.w_dtype)
     pinned = call.algorithms.dgrad is not None
-    algorithm = choice.algorithms.dgrad
-    dx = _primitive.conv(
-        spec, algorithm, dy.astype(spec.y_dtype), w.astype(spec.w_dtype), pinned=pinned
-    )
-    return dx.astype(jnp.float32)
+    return _primitive.conv(spec, algorithms.dgrad, *operands, pinned=pinned).astype(jnp.float32)
 
 
-def _wgrad(call: Call, choice: _Choice, ops: Operands, dv: jax.Array) -> jax.Array:
+def _wgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, dv: jax.Array) -> jax.Array:
     spec = call.spec.backward("wgrad", call.grad_dtype)
     x, dy = lax.optimization_barrier((ops.x, dv))
-    pinned = call.algorithms.wgrad is not None
-    algorithm = choice.algorithms.wgrad
     # At most 255 in magnitude with its zero point taken off: exact in every grad_dtype.
     x = x.astype(spec.x_dtype) - jnp.asarray(call.x_zero, spec.x_dtype)
-    dw = _primitive.conv(spec, algorithm, x, dy.astype(spec.y_dtype), pinned=pinned)
+    pinned = call.algorithms.wgrad is not None
+    dw = _primitive.conv(spec, algorithms.wgrad, x, dy.astype(spec.y_dtype), pinned=pinned)
     return dw.astype(jnp.float32) * ops.x_scale
 
 
@@ -354,5 +339,12 @@ def _out_scale_grad(call: Call, saved: _Saved, v: Any, dy: jax.Array) -> jax.Arr
     return jnp.sum(dy * (codes - jnp.where(inside, value, 0.0)))
 
 
-fused_conv = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-fused_conv.defvjp(_conv_fwd, _conv_bwd, symbolic_zeros=True)
+_fused_conv = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+_fused_conv.defvjp(_conv_fwd, _conv_bwd, symbolic_zeros=True)
+
+
+# As _qtensor._quantize: for jax.shard_map outside of jit, and one dispatch instead of many.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def fused_conv(call: Call, ops: Operands) -> tuple[jax.Array, jax.Array | None]:
+    """Return the output, codes or floats, and the codes' float view where one is carried."""
+    return _fused_conv(call, ops)

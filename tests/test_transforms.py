@@ -140,6 +140,23 @@ def test_remat(leaves):
         assert_trees_close(remat, plain)
 
 
+@pytest.mark.parametrize("out_scale", [None, 0.05], ids=["float", "int8"])
+def test_one_compiled_function_differentiated_for_one_after_another(leaves, out_scale):
+    """JAX keeps one structure of residuals for all of them."""
+    leaves = leaves | {"x_scale": jnp.float32(0.03)}
+
+    @jax.jit
+    def compiled(leaves):
+        return loss(leaves, out_scale=out_scale, x_scale=leaves["x_scale"])
+
+    every = jax.grad(compiled)(leaves)
+    for name in (*leaves, *reversed(leaves)):
+        alone = {name: leaves[name]}
+        for function in (compiled, jax.checkpoint(compiled)):
+            found = jax.grad(lambda alone, f=function: f(leaves | alone))(alone)
+            assert_trees_close(found, {name: every[name]}, rtol=1e-4, atol=1e-4)
+
+
 def chain(x, w):
     return jqconv.conv2d(x, w, w_scale=0.01, activation="relu", out_scale=0.02)
 
@@ -239,6 +256,30 @@ def test_grad_inside_shard_map_sums_over_the_shards(leaves, mesh):
     np.testing.assert_allclose(found, expected(leaves["w"]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_shard_map_with_a_replicated_scale(leaves, mesh, compiled):
+    batch, whole = PartitionSpec("batch"), PartitionSpec()
+
+    def run(x, w, scale):
+        return jqconv.conv2d(x, w, x_scale=scale, w_scale=0.02, grad_dtype=jnp.float32)
+
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(batch, whole, whole), out_specs=batch)
+    sharded = jax.jit(sharded) if compiled else sharded
+    args = leaves["x"], leaves["w"], jnp.float32(0.03)
+    np.testing.assert_allclose(sharded(*args), run(*args), rtol=1e-6, atol=1e-6)
+
+    def gradient(function):
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), (0, 1, 2))(*args)
+
+    assert_trees_close(gradient(sharded), gradient(run), rtol=1e-5, atol=1e-4)
+
+
+def test_strict_rank_promotion(leaves):
+    with jax.numpy_rank_promotion("raise"):
+        for out_scale in (None, 0.05):
+            jax.grad(lambda t: loss(t, out_scale=out_scale, activation="silu"))(leaves)  # noqa: B023
+
+
 def test_shard_map_of_qconv2d_with_a_residual(rng, mesh):
     problem = draw_problem(rng, FULL, x_shape=(4, 5, 5, 4), k=6)
     batch = PartitionSpec("batch")
@@ -312,7 +353,7 @@ def test_x64_mode_changes_nothing(leaves):
     plain = jax.grad(loss)(leaves)
     with jax.enable_x64(True):
         wide = jax.jit(jax.grad(loss))(leaves)
-    assert jax.tree.map(jnp.dtype, wide) == jax.tree.map(jnp.dtype, plain)
+    assert jax.tree.map(lambda t: t.dtype, wide) == jax.tree.map(lambda t: t.dtype, plain)
     assert_trees_close(wide, plain)
 
 
