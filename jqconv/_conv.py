@@ -118,7 +118,7 @@ def qconv2d(
     channels = kernel.shape[0]
     multiplier = None if multiplier is None else _as_float(multiplier, "multiplier", channels)
     bias = _as_bias(bias, channels)
-    residual = None if residual is None else as_array(residual, "residual")
+    residual = None if residual is None else _single(as_array(residual, "residual"))
     if residual is None and residual_scale is not None:
         raise ValueError("residual_scale is given without a residual")
     spec = _make_spec(
@@ -297,6 +297,9 @@ def conv2d(
 
 
 def _check_rank(x: Any, w: Any) -> None:
+    for name, shape in (("x", x.shape), ("w", w.shape)):
+        if not all(isinstance(size, int) for size in shape):
+            raise ValueError(f"{name} has the symbolic shape {shape}; export with fixed sizes")
     if x.ndim != 4:
         raise ValueError(f"x has shape {x.shape}, expected rank 4: (N, H, W, C)")
     if w.ndim != 4:
@@ -329,7 +332,8 @@ def _as_quantized(value: Any, scale: Any, name: str) -> QTensor | PackedKernel:
         )
     if scale is None:
         raise TypeError(f"{name} is a float array without {name}_scale; give one to quantize it")
-    return quantize(array, scale)
+    channels = None if name == "x" else (array.shape or (None,))[-1]
+    return quantize(array, as_scale(scale, f"{name}_scale", channels))
 
 
 def _as_view(fq: Any) -> Any:
@@ -378,10 +382,15 @@ def _as_residual(residual: Any, scale: Any) -> tuple[Any, Any, Any]:
         if residual.dtype != jnp.int8 or residual.zero_point:
             return _as_float_residual(residual)
         return residual.values, residual.scale, _as_view(residual.fq)
-    array = as_array(residual, "residual")
+    array = _single(as_array(residual, "residual"))
     if array.dtype == jnp.int8 and scale is None:
         raise TypeError("an int8 residual needs a scale: give residual_scale, or a QTensor")
     return array, _as_float(scale, "residual_scale", None), None
+
+
+def _single(array: Any) -> Any:
+    """Return a float64 array, NumPy's default, as float32."""
+    return jnp.asarray(array, jnp.float32) if array.dtype == np.float64 else array
 
 
 def _as_float_residual(residual: QTensor) -> tuple[Any, None, Any]:
@@ -426,8 +435,8 @@ def _output(out_scale: Any, out_dtype: Any) -> tuple[str, Any]:
         name = np.dtype(out_dtype or jnp.float32).name
         if name not in FLOAT_DTYPES:
             raise ValueError(
-                f"out_dtype={name} needs out_scale (int8, uint8) or qconv2d (int32); without "
-                f"out_scale it is one of {', '.join(FLOAT_DTYPES)}"
+                f"out_dtype={name} without out_scale: expected one of {', '.join(FLOAT_DTYPES)}; "
+                "int8 and uint8 take out_scale, and int32 is qconv2d's"
             )
         return name, None
     name = np.dtype(out_dtype or jnp.int8).name

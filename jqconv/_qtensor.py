@@ -26,8 +26,9 @@ CODE_RANGE: dict[str, tuple[int, int]] = {"int8": (-128, 127), "uint8": (0, 255)
 class QTensor:
     """A quantized array: integer codes and the scale that gives them meaning.
 
-    It stands for the real numbers ``(values - zero_point) * scale``. It is a pytree, so it passes
-    through ``jax.jit``, ``jax.vmap``, ``jax.grad`` and shardings like any array.
+    It stands for the real numbers ``(values - zero_point) * scale``. It is a pytree of `values`,
+    `scale` and `fq`. For ``in_axes``, ``in_specs`` and the like, a QTensor may hold an axis or a
+    PartitionSpec in their places: ``jax.vmap(f, in_axes=QTensor(0, None))``.
 
     Parameters
     ----------
@@ -73,14 +74,21 @@ class QTensor:
         zero_point: int | None = None,
         fq: jax.Array | None = None,
     ) -> None:
+        self.values, self.scale, self.zero_point, self.fq = values, scale, zero_point, fq
+        if _is_placeholder(values):
+            return
         self.values = as_array(values, "values")
         if self.values.dtype.name not in CODE_RANGE:
             raise TypeError(f"values must be int8 or uint8, got {self.values.dtype}")
         self.scale = as_scale(scale, "scale", channels=(self.values.shape or (None,))[-1])
         self.zero_point = as_zero_point(zero_point, self.values.dtype.name)
-        if fq is not None and fq.shape != self.values.shape:
-            raise ValueError(f"fq has shape {fq.shape}, the values {self.values.shape}")
-        self.fq = fq
+        if fq is not None and (
+            fq.shape != self.values.shape or not jnp.issubdtype(fq.dtype, jnp.floating)
+        ):
+            raise ValueError(
+                f"fq has shape {tuple(fq.shape)} and dtype {fq.dtype}, expected a float array of "
+                f"the values' shape, {self.shape}"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -303,7 +311,8 @@ def absmax_scale(x: ArrayLike, *, channel_axis: int | None = None) -> jax.Array:
     -------
     Array
         float32 of shape ``()`` or ``(x.shape[channel_axis],)``. Where all is zero (or `x` is
-        empty) the scale is 1. It is a statistic: no gradient flows through it.
+        empty) the scale is 1, and where there is a NaN it is NaN. It is a statistic: no gradient
+        flows through it.
 
     Raises
     ------
@@ -327,7 +336,12 @@ def absmax_scale(x: ArrayLike, *, channel_axis: int | None = None) -> jax.Array:
     axes = tuple(axis for axis in range(rank) if axis != kept)
     magnitude = jnp.abs(jax.lax.stop_gradient(array)).astype(jnp.float32)
     largest = jnp.max(magnitude, axis=axes, initial=0.0)
-    return jnp.where(largest > 0, largest / 127.0, 1.0)
+    return jnp.where(largest == 0, 1.0, largest / 127.0)
+
+
+def _is_placeholder(values: Any) -> bool:
+    """Whether `values` stands for an array: an axis or a PartitionSpec."""
+    return isinstance(values, int | jax.sharding.PartitionSpec)
 
 
 def as_array(value: ArrayLike, name: str) -> Any:
@@ -357,8 +371,6 @@ def as_scale(scale: ArrayLike, name: str, channels: int | None) -> Any:
         if not np.all(np.isfinite(single) & (single > 0)):
             raise ValueError(f"{name} must be positive and finite in float32, got {scale!r}")
         return single
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating point, got {array.dtype}")
     return jnp.asarray(array, jnp.float32)
 
 

@@ -59,7 +59,12 @@ class Activation:
         """Return the canonical form of what a user gives as `activation`."""
         if activation is None or isinstance(activation, Activation):
             return activation
-        name, parameter = activation if isinstance(activation, tuple) else (activation, None)
+        pair = activation if isinstance(activation, tuple) else (activation, None)
+        if len(pair) != 2 or not isinstance(pair[0], str):
+            raise ValueError(
+                f"activation={activation!r} must be a name or a pair of a name and a parameter"
+            )
+        name, parameter = pair
         if name not in ACTIVATIONS:
             raise ValueError(
                 f"activation={activation!r} is unknown; use None or one of {', '.join(ACTIVATIONS)}"
@@ -69,8 +74,10 @@ class Activation:
             raise ValueError(f"activation {name!r} takes no parameter, got {parameter!r}")
         if parameter is None:
             parameter = default
-        elif not 0 <= parameter <= 1:
+        elif not isinstance(parameter, int | float) or not 0 <= parameter <= 1:
             raise ValueError(f"the slope of {name!r} must be from 0 to 1, got {parameter!r}")
+        if parameter == 0:
+            return cls("relu")
         return cls(name, None if parameter is None else float(parameter))
 
     @property
@@ -136,19 +143,20 @@ class ConvSpec:
     def _check_geometry(self) -> None:
         n, h, w, c = self.x_shape
         k, r, s, c_group = self.w_shape
+        given = (
+            f"x of shape {self.x_shape} (NHWC) and a kernel of shape {(r, s, c_group, k)} (HWIO)"
+        )
         if min(n, h, w) < 0 or min(c, k, r, s, c_group) < 1:
-            raise ValueError(
-                f"x of shape {self.x_shape} (NHWC) and kernel of shape {self.w_shape} (OHWI): "
-                "channels and window must be at least 1"
-            )
+            raise ValueError(f"{given}: channels and window must be at least 1")
         if self.groups < 1 or c % self.groups or k % self.groups:
             raise ValueError(
-                f"groups={self.groups} must divide the {c} input and the {k} output channels"
+                f"{given}: groups={self.groups} must divide the {c} input and the {k} output "
+                "channels"
             )
         if c_group * self.groups != c:
             raise ValueError(
-                f"the kernel has {c_group} input channels in each of {self.groups} groups, "
-                f"x has {c} channels: expected {c // self.groups} in the kernel"
+                f"{given}: the kernel has {c_group} input channels, expected {c // self.groups}, "
+                f"the {c} channels of x over groups={self.groups}"
             )
         for name, shape in (("x", self.x_shape), ("w", self.w_shape), ("y", self.y_shape)):
             if math.prod(shape) > MAX_ELEMENTS:

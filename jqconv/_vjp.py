@@ -169,7 +169,9 @@ def _needs(wanted: Collection[str], direction: Direction) -> bool:
 def _recomputes(call: Call, wanted: Collection[str]) -> bool:
     """Whether the backward rule needs v, the value before the activation."""
     act = call.spec.activation
-    return (act is not None and act.smooth) or "out_scale" in wanted
+    # A leaky slope rounds many values to code 0, which then does not tell their sign.
+    hidden = act is not None and (act.smooth or (call.quantized and act.name == "leaky_relu"))
+    return hidden or "out_scale" in wanted
 
 
 def _choose(call: Call) -> ConvAlgorithms:
@@ -314,7 +316,7 @@ def _slope(call: Call, saved: _Saved, v: Any, shape: tuple[int, ...]) -> jax.Arr
         return inside.astype(jnp.float32)
     if act.smooth:
         return jnp.where(inside, _reference.activation_slope(act, v), 0.0)
-    return jnp.where(inside, jnp.where(saved.codes >= 0, 1.0, act.negative_slope), 0.0)
+    return jnp.where(inside, jnp.where(v >= 0, 1.0, act.negative_slope), 0.0)
 
 
 def _unclipped(call: Call, saved: _Saved) -> jax.Array:

@@ -274,7 +274,7 @@ def output_slope(v, y, activation, *, out_scale=None, dtype="int8") -> np.ndarra
         low = 0
     if name == "relu6":
         high = min(high, np.rint(6 / out_scale))
-    steep = np.where(y < 0, slope, 1) if name == "leaky_relu" else 1
+    steep = np.where(v < 0, slope, 1) if name == "leaky_relu" else 1
     return np.where((y > low) & (y < high), steep, 0)
 
 

@@ -431,3 +431,25 @@ def test_gradient_passes_through_a_uint8_residual(rng, zero_point):
 
     # Codes stay inside their range, so the gradient is the cotangent itself.
     assert_relative(jax.grad(loss)(source), cotangent.astype(np.float64), FLOAT32_LIMIT)
+
+
+def test_leaky_slope_is_that_of_the_value_and_not_of_its_code(rng):
+    """Where the slope is small, many negative values round to code 0."""
+    x = QTensor(np.ones((1, 1, 1, 1), np.int8), np.float32(1))
+    w = jqconv.quantize(jnp.ones((1, 1, 1, 1)), np.float32(1))
+    for value, slope in ((-2.0, 0.01), (2.0, 1.0)):
+
+        def out(bias):
+            y = jqconv.conv2d(x, w, bias, activation="leaky_relu", out_scale=0.05)
+            return y.dequantize().sum()
+
+        assert jax.grad(out)(jnp.full(1, value - 1, jnp.float32)) == pytest.approx(slope)
+
+
+def test_leaky_relu_of_slope_0_is_relu():
+    def out(bias):
+        w = QTensor(np.ones((1, 1, 1, 1), np.int8), np.float32(1))
+        x = jnp.zeros((1, 1, 1, 1))
+        return jqconv.conv2d(x, w, bias, x_scale=1.0, activation=("leaky_relu", 0.0)).sum()
+
+    assert jax.grad(out)(jnp.full(1, -3.0)) == 0

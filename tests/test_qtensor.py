@@ -262,3 +262,16 @@ def test_prepack_refuses_what_cannot_be_packed():
         jqconv.prepack(CODES)
     with refused(ValueError, "zero_point=5"):
         jqconv.prepack(QTensor(np.zeros((1, 1, 2, 3), np.int8), 1.0, 5))
+
+
+def test_scale_of_nan_is_nan():
+    assert np.isnan(jqconv.absmax_scale(np.float32([1, np.nan])))
+
+
+def test_placeholders_stand_for_arrays(rng):
+    """in_axes and in_specs are QTensors of axes and specs."""
+    q = QTensor(draw_codes(rng, (3, 4)), np.float32(0.5))
+    spec = QTensor(jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec())
+    assert spec.values == jax.sharding.PartitionSpec("d")
+    found = jax.vmap(lambda q: q.dequantize().sum(), in_axes=(QTensor(0, None),))(q)
+    np.testing.assert_allclose(found, np.sum(q.values.astype(float) * 0.5, axis=1))
