@@ -167,15 +167,17 @@ void CheckOperand(const ffi::AnyBuffer& buffer, const Operand& operand) {
                   Describe(FfiType(operand.dtype), dims));
 }
 
-// A result of free length. The workspace of a plan that needs none is empty: one byte would do,
-// but XLA lets calls share scratch memory, and would run them one after another for it.
+// A result of free length.
 void CheckVector(const ffi::AnyBuffer& buffer, const char* name, ffi::DataType dtype) {
-  if (buffer.element_type() == dtype && buffer.dimensions().size() == 1) return;
+  if (buffer.element_type() == dtype && buffer.dimensions().size() == 1 &&
+      buffer.dimensions()[0] >= 1) {
+    return;
+  }
   std::ostringstream expected;
   expected << dtype;
   throw Error(ErrorCode::kInvalidArgument,
               std::string(name) + " is " + Describe(buffer.element_type(), buffer.dimensions()) +
-                  ", expected " + expected.str() + "[n]");
+                  ", expected " + expected.str() + "[n] with n >= 1");
 }
 
 // Everything that cuDNN will take on trust: a wrong shape ends in reads out of bounds, which cost

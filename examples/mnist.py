@@ -1,4 +1,4 @@
-"""Train an int8 network on 5,000 handwritten digits, and compare it with its float twin.
+"""Train an int8 network on handwritten digits, and compare it with its float twin.
 
 A small residual network first learns in float32. Then two copies of it go on over the same
 batches: one in float, the other with every convolution in int8, differentiated straight through

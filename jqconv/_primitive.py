@@ -124,7 +124,7 @@ def _cudnn_form(
         f"jqconv_{spec.direction}_v1",
         (
             jax.ShapeDtypeStruct(*spec.result),
-            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+            jax.ShapeDtypeStruct((max(workspace, 1),), jnp.uint8),
         ),
         input_output_aliases=_in_place(spec),
     )

@@ -43,7 +43,7 @@ def time_plan(
     """
     sets = len(operand_sets)
     results = [jax.ShapeDtypeStruct(*spec.result) for _ in range(sets)]
-    workspace = jax.ShapeDtypeStruct((algorithm.workspace,), jnp.uint8)
+    workspace = jax.ShapeDtypeStruct((max(algorithm.workspace, 1),), jnp.uint8)
     times = jax.ShapeDtypeStruct((samples,), jnp.float32)
     call = jax.ffi.ffi_call("jqconv_time_v1", (*results, workspace, times))
 
