@@ -17,8 +17,10 @@ from jqconv._qtensor import (
     PackedKernel,
     QTensor,
     as_array,
+    as_factor,
     as_scale,
     quantize,
+    to_ohwi,
 )
 from jqconv._sharding import equally_varying
 from jqconv._spec import FLOAT_DTYPES, Activation, ConvSpec, as_int, as_padding, as_pair
@@ -114,7 +116,7 @@ def qconv2d(
     else:
         kernel = _as_codes(w, "w", "an int8 array or a PackedKernel")
         _check_rank(codes, kernel)
-        kernel = _to_ohwi(kernel)
+        kernel = to_ohwi(kernel)
     channels = kernel.shape[0]
     multiplier = None if multiplier is None else _as_float(multiplier, "multiplier", channels)
     bias = _as_bias(bias, channels)
@@ -360,12 +362,8 @@ def _as_kernel(w: QTensor | PackedKernel) -> tuple[Any, Any]:
     codes, zero = _as_int8(w)
     if zero:
         codes = jnp.asarray(codes, jnp.int16) - np.int16(zero)
-    view = None if w.fq is None else _to_ohwi(_as_view(w.fq))
-    return _to_ohwi(codes), view
-
-
-def _to_ohwi(kernel: Any) -> jax.Array:
-    return jnp.transpose(kernel, (3, 0, 1, 2))
+    view = None if w.fq is None else to_ohwi(_as_view(w.fq))
+    return to_ohwi(codes), view
 
 
 def _as_residual(residual: Any, scale: Any) -> tuple[Any, Any, Any]:
@@ -416,10 +414,7 @@ def _as_float(value: Any, name: str, channels: int | None) -> Any:
     """Return a finite factor of any sign as float32, of shape ``()`` or ``(channels,)``."""
     if value is None:
         return None
-    array = as_array(value, name)
-    expected = "()" if channels is None else f"() or ({channels},)"
-    if tuple(array.shape) not in ((), (channels,)):
-        raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {expected}")
+    array = as_factor(value, name, channels)
     if isinstance(array, np.ndarray | np.generic) and not np.all(np.isfinite(array)):
         raise ValueError(f"{name} must be finite, got {value!r}")
     return jnp.asarray(array, jnp.float32)

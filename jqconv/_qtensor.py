@@ -237,7 +237,12 @@ def prepack(w: QTensor | ArrayLike) -> PackedKernel:
         raise ValueError(
             f"a kernel with zero_point={w.zero_point} cannot be packed; quantize it symmetrically"
         )
-    return PackedKernel(jnp.transpose(values, (3, 0, 1, 2)), scale)
+    return PackedKernel(to_ohwi(values), scale)
+
+
+def to_ohwi(kernel: ArrayLike) -> jax.Array:
+    """Return a kernel given in HWIO order in the order in which convolutions read it."""
+    return jnp.transpose(kernel, (3, 0, 1, 2))
 
 
 def quantize(
@@ -355,16 +360,22 @@ def as_array(value: ArrayLike, name: str) -> Any:
     raise TypeError(f"{name} must be an array, got {type(value).__name__}")
 
 
+def as_factor(value: ArrayLike, name: str, channels: int | None) -> Any:
+    """Return `value` as an array of shape ``()`` or ``(channels,)``, of any dtype."""
+    array = as_array(value, name)
+    expected = "()" if channels is None else f"() or ({channels},)"
+    if tuple(array.shape) not in ((), (channels,)):
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {expected}")
+    return array
+
+
 def as_scale(scale: ArrayLike, name: str, channels: int | None) -> Any:
     """Return `scale` as a float32 array of shape ``()`` or ``(channels,)``.
 
     Values are checked where they are at hand (Python and NumPy numbers); those of a device
     array are not, since reading them would wait for the device.
     """
-    array = as_array(scale, name)
-    expected = "()" if channels is None else f"() or ({channels},)"
-    if tuple(array.shape) not in ((), (channels,)):
-        raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {expected}")
+    array = as_factor(scale, name, channels)
     if isinstance(array, np.ndarray | np.generic):
         with np.errstate(over="ignore"):
             single = np.asarray(array, np.float32)
