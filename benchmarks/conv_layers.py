@@ -6,6 +6,10 @@ copy bandwidth measured here and operations over the datasheet's peak. All figur
 of one convolution: many to a call, each with weights of its own, calls pipelined so that dispatch
 does not count.
 
+Bare, a plan is replayed in a CUDA graph with nothing of JAX or XLA. "bare" records each run as a
+node, as XLA does with every custom call; "stream" records the runs back to back on one stream,
+where cuDNN's kernels overlap at their ends, about a microsecond that no custom call can have.
+
     python benchmarks/conv_layers.py --batch 64 --json benchmarks/results/conv_layers_h200_n64.json
 """
 
@@ -25,12 +29,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import jqconv
-from jqconv import _algorithm, _native, _primitive
+from jqconv import _choice, _native, _primitive
 from jqconv._spec import Activation, ConvSpec
-from jqconv._timing import time_plan
+from jqconv._timing import time_plans
 
 PEAK_INT8 = 1979e12  # operations per second, dense, by the H200's datasheet
 BATCH_SECONDS = 0.1
@@ -139,7 +144,7 @@ class Keys:
 
 def measure_jqconv(spec: ConvSpec, count: int) -> dict[str, Any]:
     """Time jqconv under jit, `count` convolutions to a call, and the same plan bare."""
-    algorithm = _algorithm.choose(spec)
+    algorithm = _choice.settle(spec)
     keys = Keys()
     # Products of random codes have a spread of about 74**2: this scale brings sums back to int8.
     scale = jnp.full((spec.w_shape[0],), 1 / (74 * math.sqrt(spec.products)), jnp.float32)
@@ -160,9 +165,13 @@ def measure_jqconv(spec: ConvSpec, count: int) -> dict[str, Any]:
         return [_primitive.conv(spec, algorithm, *given) for given in operands(*args)]
 
     args = (ys, xs, ws, vectors, scalars)
-    bare = float(statistics.median(time_plan(spec, algorithm, operands(*args), runs=1)))
+    bare, stream = (
+        float(np.median(time_plans(spec, [algorithm], operands(*args), runs=1, overlaps=overlaps)))
+        for overlaps in (False, True)
+    )
     us = pipelined(compile_in_place(layers, *args), *args) / count * 1e6
-    return {"algorithm": str(algorithm), "jit_us": us, "bare_us": bare, "jit_over_bare": us / bare}
+    times = {"jit_us": us, "bare_us": bare, "stream_us": stream}
+    return {"algorithm": str(algorithm), "jit_over_bare": us / bare, **times}
 
 
 def compile_in_place(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -208,8 +217,12 @@ def measure_xla(spec: ConvSpec, count: int, dtype: str) -> float:
 
 
 def convolutions_per_call(floor: float) -> int:
-    """Return enough of them to keep the device busy while the host issues the next call."""
-    return max(16, math.ceil(250 / floor))
+    """Return as many as keep the device busy for about as long as the network does, 2 ms or so.
+
+    A call costs the device some microseconds between the one before and the one after: it has to be
+    long for them not to count.
+    """
+    return math.ceil(1000 / floor)
 
 
 def measure(batch: int, with_xla: bool) -> Iterator[dict[str, Any]]:
@@ -217,7 +230,7 @@ def measure(batch: int, with_xla: bool) -> Iterator[dict[str, Any]]:
     bandwidth = copy_bandwidth()
     layers = resnet50()
     with ThreadPoolExecutor() as pool:  # building a plan takes seconds, of one core each
-        list(pool.map(_algorithm.choose, [layer.spec(batch) for layer in layers]))
+        list(pool.map(_choice.settle, [layer.spec(batch) for layer in layers]))
     for layer, times in layers.items():
         spec = layer.spec(batch)
         floor = floor_us(spec, bandwidth)
@@ -233,7 +246,7 @@ def measure(batch: int, with_xla: bool) -> Iterator[dict[str, Any]]:
 def summarize(rows: list[dict[str, Any]], with_xla: bool) -> dict[str, Any]:
     """Return geometric means over the layers and sums over the network."""
     others = ["xla_int8_us", "xla_bf16_us"] if with_xla else []
-    names = ["floor_us", "bare_us", "jit_us", *others]
+    names = ["floor_us", "stream_us", "bare_us", "jit_us", *others]
     ratio = {f"geomean_jit_over_{name}": geomean(rows, name) for name in names if name != "jit_us"}
     total = {f"network_{name}": sum(row["times"] * row[name] for row in rows) for name in names}
     return ratio | total
@@ -269,7 +282,10 @@ def main() -> None:
         raise SystemExit("this benchmark needs an NVIDIA GPU; JAX found none")
 
     with_xla = not args.no_xla
-    columns = ["floor_us", "bare_us", "jit_us"] + ["xla_int8_us", "xla_bf16_us"] * with_xla
+    columns = ["floor_us", "stream_us", "bare_us", "jit_us"] + [
+        "xla_int8_us",
+        "xla_bf16_us",
+    ] * with_xla
     print(f"{'layer':28s} times " + " ".join(f"{name:>11s}" for name in columns) + "  jit/bare")
     rows = []
     for row in measure(args.batch, with_xla):

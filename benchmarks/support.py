@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
-from jqconv import _algorithm, _native
+from jqconv import _algorithm, _native, _policy
 from jqconv._spec import ConvSpec
 
 PER_GROUP = (1, 2, 3, 4, 5, 8, 16, 20, 32)
@@ -61,7 +61,9 @@ def main() -> None:
         raise SystemExit("this survey needs an NVIDIA GPU; JAX found none")
 
     def ask(spec: ConvSpec) -> tuple[str, str]:
-        return _native.resolve(str(spec), "", device.local_hardware_id, _algorithm.WORKSPACE_LIMIT)
+        return _native.resolve(
+            str(spec), "", device.local_hardware_id, _policy.settings().workspace_limit
+        )
 
     specs = grid()
     with ThreadPoolExecutor() as pool:

@@ -2,15 +2,19 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <sstream>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "conv_spec.h"
 #include "cudnn_handle.h"
@@ -19,6 +23,7 @@
 #include "plan_cache.h"
 #include "status.h"
 #include "timing.h"
+#include "warnings.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jqconv {
@@ -28,24 +33,31 @@ namespace ffi = xla::ffi;
 
 // ---- State ----
 
-// Lives with the executable: what its attributes say, and the plan on each device it ran on.
+// What to time and how, where the call is to time plans instead of to run one.
+struct Timing {
+  std::vector<Algorithm> candidates;
+  int64_t sets;   // How often operands and result are repeated.
+  int64_t runs;   // Rounds over the sets in one graph.
+  bool overlaps;  // Whether kernels may, as neighbours on a stream.
+};
+
+// Lives with the executable: what its attributes say, and the plans on each device it ran on.
 struct PlanState {
   static ffi::TypeId id;
 
   struct Slot {
-    PlanPtr plan;
+    std::vector<PlanPtr> plans;  // One, or those of the candidates; null where there is none.
     HandlePool* handles = nullptr;
   };
 
   ConvSpec spec;
   std::vector<Operand> operands;       // The result is last.
-  std::optional<Algorithm> algorithm;  // None: the heuristic's.
+  std::optional<Algorithm> algorithm;  // None: the one chosen earlier, or the heuristic's.
   bool pinned = false;                 // The user named the algorithm: no other will do.
-  int64_t sets = 1;                    // How often operands and result are repeated.
-  int64_t runs = 0;                    // Rounds over the sets in one timed graph; 0: no timing.
+  std::optional<Timing> timing;
 
   size_t InputCount() const { return operands.size() - 1; }
-  bool Times() const { return runs > 0; }
+  size_t SetCount() const { return timing ? timing->sets : 1; }
 
   Slot At(int32_t device) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -65,17 +77,17 @@ struct PlanState {
 
 ffi::TypeId PlanState::id = {};
 
-std::unique_ptr<PlanState> MakeState(std::string_view spec, std::string_view algorithm,
-                                     bool pinned) {
+std::unique_ptr<PlanState> MakeState(std::string_view spec) {
   auto state = std::make_unique<PlanState>();
   state->spec = ParseConvSpec(spec);
   state->operands = Operands(state->spec);
-  state->pinned = pinned;
-  if (!algorithm.empty()) {
-    state->algorithm = ParseAlgorithm(algorithm);
-    CheckLegal(*state->algorithm, state->spec);
-  }
   return state;
+}
+
+Algorithm ParseLegal(std::string_view text, const ConvSpec& spec) {
+  Algorithm algorithm = ParseAlgorithm(text);
+  CheckLegal(algorithm, spec);
+  return algorithm;
 }
 
 // The words that end every message about a call.
@@ -83,24 +95,6 @@ std::string Where(const PlanState& state, int32_t device) {
   const auto version = LoadedCudnnVersion();
   return "convolution spec '" + ToString(state.spec) + "', CUDA device " + std::to_string(device) +
          ", cuDNN " + (version ? std::to_string(*version) : "not loaded");
-}
-
-// ---- Warnings ----
-
-struct Warnings {
-  std::mutex mutex;
-  std::vector<std::string> texts;
-};
-
-Warnings& AllWarnings() {
-  static Warnings warnings;
-  return warnings;
-}
-
-void Warn(std::string text) {
-  Warnings& warnings = AllWarnings();
-  std::lock_guard<std::mutex> lock(warnings.mutex);
-  warnings.texts.push_back(std::move(text));
 }
 
 // ---- Buffers ----
@@ -137,11 +131,11 @@ ffi::AnyBuffer Result(const ffi::RemainingRets& results, size_t index) {
 
 // After the results of all sets.
 ffi::AnyBuffer Workspace(const PlanState& state, const ffi::RemainingRets& results) {
-  return Result(results, state.sets);
+  return Result(results, state.SetCount());
 }
 
 ffi::AnyBuffer Times(const PlanState& state, const ffi::RemainingRets& results) {
-  return Result(results, state.sets + 1);
+  return Result(results, state.SetCount() + 1);
 }
 
 std::string Describe(ffi::DataType dtype, ffi::Span<const int64_t> dims) {
@@ -185,9 +179,9 @@ void CheckVector(const ffi::AnyBuffer& buffer, const char* name, ffi::DataType d
 void CheckBuffers(const PlanState& state, const ffi::RemainingArgs& args,
                   const ffi::RemainingRets& results) {
   const size_t inputs = state.InputCount();
-  const size_t sets = state.sets;
+  const size_t sets = state.SetCount();
   CheckCount("operands", args.size(), inputs * sets);
-  CheckCount("results", results.size(), sets + (state.Times() ? 2 : 1));
+  CheckCount("results", results.size(), sets + (state.timing ? 2 : 1));
   for (size_t set = 0; set < sets; ++set) {
     for (size_t i = 0; i < inputs; ++i) {
       CheckOperand(Argument(args, set * inputs + i), state.operands[i]);
@@ -195,7 +189,15 @@ void CheckBuffers(const PlanState& state, const ffi::RemainingArgs& args,
     CheckOperand(Result(results, set), state.operands.back());
   }
   CheckVector(Workspace(state, results), "workspace", ffi::U8);
-  if (state.Times()) CheckVector(Times(state, results), "times", ffi::F32);
+  if (!state.timing) return;
+  const ffi::AnyBuffer times = Times(state, results);
+  CheckVector(times, "times", ffi::F32);
+  if (times.element_count() % state.timing->candidates.size() != 0) {
+    throw Error(ErrorCode::kInvalidArgument, "times has " + std::to_string(times.element_count()) +
+                                                 " elements, expected as many for each of the " +
+                                                 std::to_string(state.timing->candidates.size()) +
+                                                 " candidates");
+  }
 }
 
 using Pointers = std::array<void*, kMaxOperands>;
@@ -215,7 +217,7 @@ Pointers PointersOfSet(const PlanState& state, size_t set, const ffi::RemainingA
 
 PlanPtr ChoosePlan(const PlanState& state, int32_t device, int64_t workspace) {
   PlanCache& cache = PlanCache::Get();
-  if (!state.algorithm) return cache.Heuristic(device, state.spec, workspace);
+  if (!state.algorithm) return cache.Chosen(device, state.spec, workspace);
   try {
     return cache.Named(device, state.spec, *state.algorithm, workspace);
   } catch (const Error& error) {
@@ -226,11 +228,24 @@ PlanPtr ChoosePlan(const PlanState& state, int32_t device, int64_t workspace) {
       throw Error(ErrorCode::kInvalidArgument,
                   problem + ". It was named explicitly; name another one or none");
     }
-    PlanPtr plan = cache.Heuristic(device, state.spec, workspace);
-    Warn(problem + ". Running '" + ToString(plan->algorithm()) + "' instead (" +
-         Where(state, device) + ")");
+    PlanPtr plan = cache.Chosen(device, state.spec, workspace);
+    Warnings::Get().Add(problem + ". Running '" + ToString(plan->algorithm()) + "' instead (" +
+                        Where(state, device) + ")");
     return plan;
   }
+}
+
+std::vector<PlanPtr> CandidatePlans(const PlanState& state, int32_t device, int64_t workspace) {
+  std::vector<PlanPtr> plans;
+  for (const Algorithm& candidate : state.timing->candidates) {
+    try {
+      plans.push_back(PlanCache::Get().Named(device, state.spec, candidate, workspace));
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kNotFound) throw;
+      plans.push_back(nullptr);  // Its times will say so.
+    }
+  }
+  return plans;
 }
 
 // Shapes are those of the program and cannot change from run to run: all that can go wrong with
@@ -238,9 +253,11 @@ PlanPtr ChoosePlan(const PlanState& state, int32_t device, int64_t workspace) {
 void Prepare(PlanState& state, int32_t device, const ffi::RemainingArgs& args,
              const ffi::RemainingRets& results) {
   PlanState::Slot slot = state.At(device);
-  if (slot.plan == nullptr) {
+  if (slot.plans.empty()) {
     CheckBuffers(state, args, results);
-    slot.plan = ChoosePlan(state, device, Workspace(state, results).size_bytes());
+    const int64_t workspace = Workspace(state, results).size_bytes();
+    slot.plans = state.timing ? CandidatePlans(state, device, workspace)
+                              : std::vector<PlanPtr>{ChoosePlan(state, device, workspace)};
     slot.handles = &HandlePool::ForDevice(device);
     state.Set(device, slot);
   }
@@ -248,32 +265,32 @@ void Prepare(PlanState& state, int32_t device, const ffi::RemainingArgs& args,
   slot.handles->Reserve();
 }
 
-// A plan with a handle on the stream.
+// The call's plans with a handle on its stream.
 class Runner {
  public:
-  Runner(const PlanState::Slot& slot, cudaStream_t stream, void* workspace)
-      : plan_(slot.plan), handle_(slot.handles->Borrow()), workspace_(workspace) {
+  Runner(PlanState& state, int32_t device, cudaStream_t stream, const ffi::RemainingRets& results)
+      : slot_(Initialized(state.At(device))),
+        handle_(slot_.handles->Borrow()),
+        workspace_(Workspace(state, results).untyped_data()) {
     CheckCudnn(LoadedLibraries().cudnn.SetStream(handle_.get(), stream), "cudnnSetStream");
   }
 
-  void Run(const Pointers& pointers) const {
-    plan_->Execute(handle_.get(), pointers.data(), workspace_);
+  const std::vector<PlanPtr>& plans() const { return slot_.plans; }
+
+  void Run(const Plan& plan, const Pointers& pointers) const {
+    plan.Execute(handle_.get(), pointers.data(), workspace_);
   }
 
  private:
-  PlanPtr plan_;
+  static PlanState::Slot Initialized(PlanState::Slot slot) {
+    if (!slot.plans.empty()) return slot;
+    throw Error(ErrorCode::kInternal, "XLA executes the call without having initialized it");
+  }
+
+  PlanState::Slot slot_;
   HandlePool::Borrowed handle_;
   void* workspace_;
 };
-
-Runner MakeRunner(PlanState& state, int32_t device, cudaStream_t stream,
-                  const ffi::RemainingRets& results) {
-  const PlanState::Slot slot = state.At(device);
-  if (slot.plan == nullptr) {
-    throw Error(ErrorCode::kInternal, "XLA executes the call without having initialized it");
-  }
-  return Runner(slot, stream, Workspace(state, results).untyped_data());
-}
 
 void CheckNotCapturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -284,20 +301,59 @@ void CheckNotCapturing(cudaStream_t stream) {
               "a CUDA graph");
 }
 
-void TimeSets(PlanState& state, cudaStream_t stream, const Runner& runner,
-              const ffi::RemainingArgs& args, const ffi::RemainingRets& results) {
+// What a timed replay runs of one plan: every set in turn, as often as was asked.
+CudaGraph Record(const Runner& runner, const Plan& plan, const std::vector<Pointers>& sets,
+                 const Timing& timing, cudaStream_t stream) {
+  if (timing.overlaps) {
+    return Capture(stream, [&] {
+      for (int64_t run = 0; run < timing.runs; ++run) {
+        for (const Pointers& pointers : sets) runner.Run(plan, pointers);
+      }
+    });
+  }
+  std::vector<CudaGraph> nodes;
+  for (int64_t run = 0; run < timing.runs; ++run) {
+    for (const Pointers& pointers : sets) {
+      nodes.push_back(Capture(stream, [&] { runner.Run(plan, pointers); }));
+    }
+  }
+  return Sequence(nodes);
+}
+
+// Microseconds of one run, the samples of each candidate together; NaN for one that cannot run.
+std::vector<float> TimeCandidates(const PlanState& state, const Runner& runner,
+                                  const std::vector<Pointers>& sets, size_t samples,
+                                  cudaStream_t stream) {
+  std::vector<CudaGraph> graphs;
+  std::vector<size_t> timed;  // The candidates that the graphs are of.
+  for (size_t i = 0; i < runner.plans().size(); ++i) {
+    const PlanPtr& plan = runner.plans()[i];
+    if (plan == nullptr) continue;
+    graphs.push_back(Record(runner, *plan, sets, *state.timing, stream));
+    timed.push_back(i);
+  }
+  std::vector<float> times(runner.plans().size() * samples,
+                           std::numeric_limits<float>::quiet_NaN());
+  const auto replays = TimeReplays(stream, graphs, samples);
+  for (size_t i = 0; i < timed.size(); ++i) {
+    for (size_t sample = 0; sample < samples; ++sample) {
+      times[timed[i] * samples + sample] =
+          replays[i][sample] / static_cast<float>(state.timing->runs * sets.size());
+    }
+  }
+  return times;
+}
+
+void TimeOnStream(PlanState& state, const Runner& runner, cudaStream_t stream,
+                  const ffi::RemainingArgs& args, const ffi::RemainingRets& results) {
   CheckNotCapturing(stream);
   std::vector<Pointers> sets;
-  for (int64_t set = 0; set < state.sets; ++set) {
+  for (size_t set = 0; set < state.SetCount(); ++set) {
     sets.push_back(PointersOfSet(state, set, args, results));
   }
   const ffi::AnyBuffer times = Times(state, results);
-  std::vector<float> microseconds = TimeReplays(stream, times.element_count(), [&] {
-    for (int64_t run = 0; run < state.runs; ++run) {
-      for (const Pointers& pointers : sets) runner.Run(pointers);
-    }
-  });
-  for (float& value : microseconds) value /= static_cast<float>(state.runs * state.sets);
+  const size_t samples = times.element_count() / state.timing->candidates.size();
+  const std::vector<float> microseconds = TimeCandidates(state, runner, sets, samples, stream);
   const CudaApi& cuda = LoadedLibraries().cuda;
   CheckCuda(cuda.MemcpyAsync(times.untyped_data(), microseconds.data(), times.size_bytes(),
                              cudaMemcpyHostToDevice, stream),
@@ -322,18 +378,32 @@ StateOr GuardState(const Make& make) {
 template <Direction direction>
 StateOr Instantiate(std::string_view spec, std::string_view algorithm, bool pinned) {
   return GuardState([&] {
-    auto state = MakeState(spec, algorithm, pinned);
+    auto state = MakeState(spec);
     if (state->spec.direction != direction) {
       throw Error(ErrorCode::kInvalidArgument,
                   "the custom call is of another direction than its convolution spec '" +
                       std::string(spec) + "'");
     }
+    state->pinned = pinned;
+    if (!algorithm.empty()) state->algorithm = ParseLegal(algorithm, state->spec);
     return state;
   });
 }
 
-StateOr InstantiateTime(std::string_view spec, std::string_view algorithm, bool pinned,
-                        int64_t sets, int64_t runs) {
+// Algorithms are separated by spaces.
+std::vector<Algorithm> ParseCandidates(std::string_view texts, const ConvSpec& spec) {
+  std::vector<Algorithm> candidates;
+  while (!texts.empty()) {
+    const size_t end = std::min(texts.find(' '), texts.size());
+    candidates.push_back(ParseLegal(texts.substr(0, end), spec));
+    texts.remove_prefix(std::min(end + 1, texts.size()));
+  }
+  if (candidates.empty()) throw Error(ErrorCode::kInvalidArgument, "no candidate to time");
+  return candidates;
+}
+
+StateOr InstantiateTime(std::string_view spec, std::string_view algorithms, int64_t sets,
+                        int64_t runs, bool overlaps) {
   return GuardState([&] {
     constexpr int64_t kMost = 4096;  // A graph of more nodes is a mistake.
     if (sets < 1 || runs < 1 || sets > kMost || runs > kMost || sets * runs > kMost) {
@@ -342,9 +412,8 @@ StateOr InstantiateTime(std::string_view spec, std::string_view algorithm, bool 
                       " sets, expected at least one of each and a product of at most " +
                       std::to_string(kMost));
     }
-    auto state = MakeState(spec, algorithm, pinned);
-    state->sets = sets;
-    state->runs = runs;
+    auto state = MakeState(spec);
+    state->timing = Timing{ParseCandidates(algorithms, state->spec), sets, runs, overlaps};
     return state;
   });
 }
@@ -359,8 +428,8 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, PlanState* state, ffi::R
                    ffi::RemainingRets results) {
   return Guard([&] { return Where(*state, device); },
                [&] {
-                 const Runner runner = MakeRunner(*state, device, stream, results);
-                 runner.Run(PointersOfSet(*state, 0, args, results));
+                 const Runner runner(*state, device, stream, results);
+                 runner.Run(*runner.plans().front(), PointersOfSet(*state, 0, args, results));
                });
 }
 
@@ -369,8 +438,8 @@ ffi::Error ExecuteTime(cudaStream_t stream, int32_t device, PlanState* state,
   return Guard([&] { return Where(*state, device); },
                [&] {
                  const DeviceScope scope(device);
-                 const Runner runner = MakeRunner(*state, device, stream, results);
-                 TimeSets(*state, stream, runner, args, results);
+                 const Runner runner(*state, device, stream, results);
+                 TimeOnStream(*state, runner, stream, args, results);
                });
 }
 
@@ -381,7 +450,14 @@ auto BindInstantiate() {
       .Attr<bool>("pinned");
 }
 
-auto BindInstantiateTime() { return BindInstantiate().Attr<int64_t>("sets").Attr<int64_t>("runs"); }
+auto BindInstantiateTime() {
+  return ffi::Ffi::BindInstantiate()
+      .Attr<std::string_view>("spec")
+      .Attr<std::string_view>("algorithms")
+      .Attr<int64_t>("sets")
+      .Attr<int64_t>("runs")
+      .Attr<bool>("overlaps");
+}
 
 auto BindInitialize() {
   return ffi::Ffi::BindInitialize()
@@ -437,12 +513,6 @@ FfiStateType FfiState() {
 
 std::string FfiVersion() {
   return std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
-}
-
-std::vector<std::string> TakeWarnings() {
-  Warnings& warnings = AllWarnings();
-  std::lock_guard<std::mutex> lock(warnings.mutex);
-  return std::exchange(warnings.texts, {});
 }
 
 }  // namespace jqconv

@@ -27,9 +27,6 @@ FfiStateType FfiState();
 // The version of XLA's FFI that the handlers are compiled for, such as "0.3".
 std::string FfiVersion();
 
-// What the handlers had to warn of since the last call.
-std::vector<std::string> TakeWarnings();
-
 }  // namespace jqconv
 
 #endif  // JQCONV_CONV_FFI_H_

@@ -11,7 +11,9 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -105,8 +107,11 @@ FeTensor AddScalar(Graph& graph, float value) {
 // Builds a spec's graph node by node.
 class GraphBuilder {
  public:
-  explicit GraphBuilder(const ConvSpec& spec)
-      : spec_(spec), operands_(Operands(spec)), graph_(std::make_unique<Graph>()) {
+  GraphBuilder(const ConvSpec& spec, const std::string& formulation)
+      : spec_(spec),
+        formulation_(formulation),
+        operands_(Operands(spec)),
+        graph_(std::make_unique<Graph>()) {
     const fe::DataType_t intermediate = IsRaw() ? kInt32 : kFloat;
     graph_->set_io_data_type(fe::DataType_t::INT8)
         .set_intermediate_data_type(intermediate)
@@ -176,18 +181,30 @@ class GraphBuilder {
                : Epilogue(accumulator);
   }
 
-  // In Formulation()'s order.
   FeTensor Epilogue(FeTensor v) {
-    v = Multiply(v, Input(Role::kMultiplier));
-    if (spec_.bias) v = Add(v, Input(Role::kBias));
-    if (spec_.residual) {
-      FeTensor residual = Input(Role::kResidual);
-      if (spec_.residual_scale) residual = Multiply(residual, Input(Role::kResidualScale));
-      v = Add(v, residual);
-    }
-    v = Activate(v);
-    if (spec_.out_multiplier) v = Multiply(v, Input(Role::kOutMultiplier));
+    for (char letter : formulation_) v = Step(letter, v);
     return v;
+  }
+
+  FeTensor Step(char letter, const FeTensor& v) {
+    switch (letter) {
+      case 's':
+        return Multiply(v, Input(Role::kMultiplier));
+      case 'b':
+        return Add(v, Input(Role::kBias));
+      case 'z':
+        return Add(v, Residual());
+      case 'r':
+        return Activate(v);
+      case 'o':
+        return Multiply(v, Input(Role::kOutMultiplier));
+    }
+    throw Error(ErrorCode::kInternal, "no step of an epilogue is '" + std::string(1, letter) + "'");
+  }
+
+  FeTensor Residual() {
+    const FeTensor residual = Input(Role::kResidual);
+    return spec_.residual_scale ? Multiply(residual, Input(Role::kResidualScale)) : residual;
   }
 
   FeTensor Activate(const FeTensor& v) {
@@ -222,12 +239,14 @@ class GraphBuilder {
   }
 
   const ConvSpec& spec_;
+  const std::string& formulation_;
   const std::vector<Operand> operands_;
   std::unique_ptr<Graph> graph_;
 };
 
-std::unique_ptr<Graph> MakeGraph(cudnnHandle_t handle, const ConvSpec& spec) {
-  std::unique_ptr<Graph> graph = GraphBuilder(spec).Build();
+std::unique_ptr<Graph> MakeGraph(cudnnHandle_t handle, const ConvSpec& spec,
+                                 const std::string& formulation) {
+  std::unique_ptr<Graph> graph = GraphBuilder(spec, formulation).Build();
   Check(graph->validate(), "validate the graph");
   Check(graph->build_operation_graph(handle), "build the operation graph");
   return graph;
@@ -250,7 +269,8 @@ std::optional<Knobs> FeKnobs(const Algorithm& algorithm) {
 }
 
 void ProposeHeuristicPlans(Graph& graph) {
-  Check(graph.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}),
+  Check(graph.create_execution_plans(
+            {fe::HeurMode_t::A, fe::HeurMode_t::B, fe::HeurMode_t::FALLBACK}),
         "propose a plan");
 }
 
@@ -272,6 +292,35 @@ int64_t ProposeNamedPlan(Graph& graph, const Algorithm& algorithm) {
                                         " cannot set, and the heuristic does not propose it");
 }
 
+// An algorithm with every value of its one knob, of which the heuristic proposes only some: others
+// can be a fifth faster. None where there is another number of knobs, which span too many plans.
+std::vector<Algorithm> SweepKnob(Graph& graph, const Algorithm& algorithm) {
+  constexpr int64_t kMost = 64;
+  std::vector<Algorithm> variants;
+  const auto named = FeKnobs(algorithm);
+  if (!named || named->size() != 1) return variants;
+  std::vector<fe::Knob> knobs;
+  Check(graph.get_knobs_for_engine(algorithm.engine, knobs), "list an engine's knobs");
+  for (const fe::Knob& knob : knobs) {
+    if (knob.type != named->begin()->first) continue;
+    const int64_t step = std::max<int64_t>(knob.stride, 1);
+    const int64_t last = std::min(knob.maxValue, knob.minValue + (kMost - 1) * step);
+    for (int64_t value = knob.minValue; value <= last; value += step) {
+      variants.push_back(algorithm);
+      variants.back().knobs.front().second = value;
+    }
+  }
+  return variants;
+}
+
+// Whether the heuristic itself has more than one value for the knob, which then matters.
+bool HasVariants(const Algorithm& algorithm, const std::vector<Algorithm>& proposed) {
+  const auto is_variant = [&algorithm](const Algorithm& other) {
+    return other.engine == algorithm.engine && other.knobs.size() == 1;
+  };
+  return std::count_if(proposed.begin(), proposed.end(), is_variant) > 1;
+}
+
 // Where each of the pointers that the frontend takes stands among the operands.
 std::vector<size_t> PointerOrder(const Graph& graph, const std::vector<Operand>& operands) {
   std::vector<size_t> order;
@@ -287,21 +336,29 @@ std::vector<size_t> PointerOrder(const Graph& graph, const std::vector<Operand>&
   return order;
 }
 
-std::shared_ptr<const Plan> FinishPlan(std::unique_ptr<Graph> graph, int64_t index,
-                                       const ConvSpec& spec) {
+// What the graph's plan of this index is called, without its workspace.
+Algorithm NameAlgorithm(const Graph& graph, int64_t index, const ConvSpec& spec,
+                        const std::string& formulation) {
   std::string tag;
-  int64_t workspace = 0;
-  Check(graph->get_plan_name_at_index(index, tag), "name the plan");
-  Check(graph->get_workspace_size_plan_at_index(index, workspace), "size the plan's workspace");
-  Check(graph->prepare_variant_pack_template(), "prepare the plan's variant pack");
-
+  Check(graph.get_plan_name_at_index(index, tag), "name a plan");
   Algorithm algorithm;
   algorithm.form = Form(spec);
-  algorithm.formulation = Formulation(spec);
-  algorithm.workspace = workspace;
+  algorithm.formulation = formulation;
   algorithm.cudnn_version = LoadedLibraries().cudnn_version;
   ParsePlanTag(tag, algorithm);
+  return algorithm;
+}
 
+int64_t WorkspaceSize(const Graph& graph, int64_t index) {
+  int64_t workspace = 0;
+  Check(graph.get_workspace_size_plan_at_index(index, workspace), "size the plan's workspace");
+  return workspace;
+}
+
+std::shared_ptr<const Plan> FinishPlan(std::unique_ptr<Graph> graph, int64_t index,
+                                       const ConvSpec& spec, Algorithm algorithm) {
+  algorithm.workspace = WorkspaceSize(*graph, index);
+  Check(graph->prepare_variant_pack_template(), "prepare the plan's variant pack");
   auto impl = std::make_unique<Plan::Impl>();
   impl->index = index;
   impl->operands = Operands(spec);
@@ -337,24 +394,81 @@ void Plan::Execute(cudnnHandle_t handle, void* const* buffers, void* workspace) 
   }
 }
 
+std::vector<uint8_t> Plan::Serialize() const {
+  std::vector<uint8_t> serialized;
+  Check(impl_->graph->serialize(serialized, /*serialize_structure=*/false), "serialize a plan");
+  return serialized;
+}
+
 std::shared_ptr<const Plan> BuildPlan(cudnnHandle_t handle, const ConvSpec& spec,
                                       const Algorithm& algorithm) {
-  auto graph = MakeGraph(handle, spec);
+  auto graph = MakeGraph(handle, spec, algorithm.formulation);
   const int64_t index = ProposeNamedPlan(*graph, algorithm);
   Check(graph->build_plan_at_index(index), "build plan '" + PlanTag(algorithm) + "'");
-  return FinishPlan(std::move(graph), index, spec);
+  Algorithm named = NameAlgorithm(*graph, index, spec, algorithm.formulation);
+  return FinishPlan(std::move(graph), index, spec, std::move(named));
+}
+
+std::shared_ptr<const Plan> LoadPlan(cudnnHandle_t handle, const ConvSpec& spec,
+                                     const Algorithm& algorithm,
+                                     const std::vector<uint8_t>& serialized) {
+  auto graph = std::make_unique<Graph>();
+  try {
+    Check(graph->deserialize(handle, serialized, /*enforce_precompiled=*/true,
+                             /*run_warmup=*/false),
+          "load a serialized plan");
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& malformed) {  // Of the JSON library's own.
+    throw Error(ErrorCode::kNotFound, std::string("no serialized plan: ") + malformed.what());
+  }
+  auto plan = FinishPlan(std::move(graph), 0, spec, algorithm);
+  if (plan->algorithm().workspace != algorithm.workspace) {
+    throw Error(ErrorCode::kNotFound, "the serialized plan is another one than '" +
+                                          ToString(algorithm) + "': its workspace is " +
+                                          std::to_string(plan->algorithm().workspace) + " bytes");
+  }
+  return plan;
+}
+
+std::vector<Algorithm> ProposeAlgorithms(cudnnHandle_t handle, const ConvSpec& spec, bool sweep) {
+  std::vector<Algorithm> proposed;
+  std::set<std::string> names;  // Heuristics repeat each other.
+  const auto add = [&](Algorithm algorithm) {
+    if (names.insert(PlanName(algorithm)).second) proposed.push_back(std::move(algorithm));
+  };
+  for (const std::string& formulation : Formulations(spec)) {
+    auto graph = MakeGraph(handle, spec, formulation);
+    ProposeHeuristicPlans(*graph);
+    std::vector<Algorithm> heuristic;
+    for (int64_t index = 0; index < graph->get_execution_plan_count(); ++index) {
+      heuristic.push_back(NameAlgorithm(*graph, index, spec, formulation));
+    }
+    for (const Algorithm& algorithm : heuristic) add(algorithm);
+    if (!sweep) continue;
+    for (const Algorithm& algorithm : heuristic) {
+      if (!HasVariants(algorithm, heuristic)) continue;
+      for (Algorithm& variant : SweepKnob(*graph, algorithm)) add(std::move(variant));
+    }
+  }
+  return proposed;
 }
 
 std::shared_ptr<const Plan> BuildHeuristicPlan(cudnnHandle_t handle, const ConvSpec& spec,
-                                               int64_t workspace_limit) {
-  auto graph = MakeGraph(handle, spec);
+                                               int64_t workspace_limit, bool deterministic) {
+  const std::string formulation = Formulations(spec).front();
+  auto graph = MakeGraph(handle, spec, formulation);
   ProposeHeuristicPlans(*graph);
+  if (deterministic) graph->deselect_numeric_notes({fe::NumericalNote_t::NONDETERMINISTIC});
   graph->deselect_workspace_greater_than(workspace_limit);
   const int64_t count = graph->get_execution_plan_count();
   std::string reason;
   for (int64_t index = 0; index < count; ++index) {
     const fe::error_t status = graph->build_plan_at_index(index);
-    if (status.is_good()) return FinishPlan(std::move(graph), index, spec);
+    if (status.is_good()) {
+      Algorithm named = NameAlgorithm(*graph, index, spec, formulation);
+      return FinishPlan(std::move(graph), index, spec, std::move(named));
+    }
     if (IsFatal(status)) Check(status, "build a plan");
     reason = FirstLine(status.err_msg);
   }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "conv_spec.h"
 
@@ -29,6 +30,9 @@ class Plan {
   // Operands(); the residual's may be the result's. Allocates nothing but cuDNN's variant pack.
   void Execute(cudnnHandle_t handle, void* const* buffers, void* workspace) const;
 
+  // Bytes for LoadPlan, compiled kernels included.
+  std::vector<uint8_t> Serialize() const;
+
  private:
   Algorithm algorithm_;
   std::unique_ptr<Impl> impl_;
@@ -40,9 +44,21 @@ class Plan {
 std::shared_ptr<const Plan> BuildPlan(cudnnHandle_t handle, const ConvSpec& spec,
                                       const Algorithm& algorithm);
 
-// Likewise the heuristic's first plan that builds and needs at most `workspace_limit` bytes.
+// Likewise the heuristic's first plan, in the first formulation, that builds and needs at most
+// `workspace_limit` bytes; with `deterministic` it also returns the same bits every time.
 std::shared_ptr<const Plan> BuildHeuristicPlan(cudnnHandle_t handle, const ConvSpec& spec,
-                                               int64_t workspace_limit);
+                                               int64_t workspace_limit, bool deterministic);
+
+// What Serialize() of the plan that `algorithm` names returned. Takes milliseconds. Throws
+// Error(kNotFound) where the bytes are not such a plan, or this device or cuDNN cannot load it.
+std::shared_ptr<const Plan> LoadPlan(cudnnHandle_t handle, const ConvSpec& spec,
+                                     const Algorithm& algorithm,
+                                     const std::vector<uint8_t>& serialized);
+
+// Every algorithm that cuDNN proposes for `spec`, in every formulation, best guess first; with
+// `sweep`, then also the values of an engine's one knob that it does not propose. Not every one of
+// them builds.
+std::vector<Algorithm> ProposeAlgorithms(cudnnHandle_t handle, const ConvSpec& spec, bool sweep);
 
 // cuDNN frontend's version, such as "1.28.0".
 std::string FrontendVersion();

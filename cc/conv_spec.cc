@@ -496,21 +496,27 @@ std::string_view Form(const ConvSpec& spec) {
   }
 }
 
-std::string Formulation(const ConvSpec& spec) {
-  std::string letters;
-  if (spec.multiplier != Multiplier::kNone) letters += 's';
-  if (spec.bias) letters += 'b';
-  if (spec.residual) letters += 'z';
-  if (spec.activation.kind != ActivationKind::kNone) letters += 'r';
-  if (spec.out_multiplier) letters += 'o';
-  return letters.empty() ? "c" : letters;
+std::vector<std::string> Formulations(const ConvSpec& spec) {
+  const auto letters = [&spec](std::string_view sums) {
+    std::string text;
+    if (spec.multiplier != Multiplier::kNone) text += 's';
+    text += sums;
+    if (spec.activation.kind != ActivationKind::kNone) text += 'r';
+    if (spec.out_multiplier) text += 'o';
+    return text.empty() ? "c" : text;
+  };
+  if (spec.bias && spec.residual) return {letters("bz"), letters("zb")};
+  return {letters(spec.bias ? "b" : spec.residual ? "z" : "")};
 }
 
 void CheckLegal(const Algorithm& algorithm, const ConvSpec& spec) {
-  if (algorithm.form == Form(spec) && algorithm.formulation == Formulation(spec)) return;
+  const std::vector<std::string> formulations = Formulations(spec);
+  const bool known = std::find(formulations.begin(), formulations.end(), algorithm.formulation) !=
+                     formulations.end();
+  if (algorithm.form == Form(spec) && known) return;
   Invalid("algorithm " + Quoted(ToString(algorithm)) + " does not fit convolution spec " +
           Quoted(ToString(spec)) + ", which is built as " +
-          Quoted(std::string(Form(spec)) + "/" + Formulation(spec)));
+          Quoted(std::string(Form(spec)) + "/" + formulations.front()));
 }
 
 }  // namespace jqconv

@@ -105,11 +105,12 @@ std::string_view Name(Role role);
 // The operands in the handlers' order, then the result.
 std::vector<Operand> Operands(const ConvSpec& spec);
 
-// The form and the formulation that `spec` is built in.
+// The form that `spec` is built in, and the formulations: the orders of its epilogue's steps that
+// mean the same. The first one is that of ConvSpec's formula.
 std::string_view Form(const ConvSpec& spec);
-std::string Formulation(const ConvSpec& spec);
+std::vector<std::string> Formulations(const ConvSpec& spec);
 
-// Throws Error(kInvalidArgument) unless `algorithm` has `spec`'s form and formulation.
+// Throws Error(kInvalidArgument) unless `algorithm` has `spec`'s form and a formulation of it.
 void CheckLegal(const Algorithm& algorithm, const ConvSpec& spec);
 
 }  // namespace jqconv

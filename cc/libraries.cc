@@ -91,6 +91,8 @@ CudaApi BindCuda(const Library& library) {
   Bind(api.StreamEndCapture, library, "cudaStreamEndCapture");
   Bind(api.StreamSynchronize, library, "cudaStreamSynchronize");
   Bind(api.GraphInstantiateWithFlags, library, "cudaGraphInstantiateWithFlags");
+  Bind(api.GraphCreate, library, "cudaGraphCreate");
+  Bind(api.GraphAddChildGraphNode, library, "cudaGraphAddChildGraphNode");
   Bind(api.GraphLaunch, library, "cudaGraphLaunch");
   Bind(api.GraphDestroy, library, "cudaGraphDestroy");
   Bind(api.GraphExecDestroy, library, "cudaGraphExecDestroy");

@@ -23,6 +23,8 @@ struct CudaApi {
   decltype(&::cudaStreamSynchronize) StreamSynchronize;
   decltype(&::cudaGraphInstantiateWithFlags) GraphInstantiateWithFlags;
   decltype(&::cudaGraphLaunch) GraphLaunch;
+  decltype(&::cudaGraphCreate) GraphCreate;
+  decltype(&::cudaGraphAddChildGraphNode) GraphAddChildGraphNode;
   decltype(&::cudaGraphDestroy) GraphDestroy;
   decltype(&::cudaGraphExecDestroy) GraphExecDestroy;
   decltype(&::cudaEventCreateWithFlags) EventCreateWithFlags;

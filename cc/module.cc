@@ -1,21 +1,27 @@
 // The Python module jqconv._ext: what jqconv registers with JAX, and the controls of the plan
 // cache.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <exception>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "conv_ffi.h"
 #include "conv_graph.h"
 #include "conv_spec.h"
+#include "cudnn_handle.h"
 #include "error.h"
 #include "libraries.h"
 #include "plan_cache.h"
+#include "warnings.h"
 
 namespace nb = nanobind;
 
@@ -53,9 +59,9 @@ nb::dict Versions() {
 }
 
 PlanPtr FindPlan(const ConvSpec& spec, const std::string& algorithm_text, int device,
-                 int64_t workspace_limit) {
+                 int64_t workspace_limit, bool deterministic) {
   PlanCache& cache = PlanCache::Get();
-  if (algorithm_text.empty()) return cache.Heuristic(device, spec, workspace_limit);
+  if (algorithm_text.empty()) return cache.Heuristic(device, spec, workspace_limit, deterministic);
   const Algorithm algorithm = ParseAlgorithm(algorithm_text);
   CheckLegal(algorithm, spec);
   return cache.Named(device, spec, algorithm, workspace_limit);
@@ -64,14 +70,79 @@ PlanPtr FindPlan(const ConvSpec& spec, const std::string& algorithm_text, int de
 // The full text of the algorithm that runs the spec, and nothing; or nothing, and why there is
 // none.
 std::pair<std::string, std::string> Resolve(const std::string& spec, const std::string& algorithm,
-                                            int device, int64_t workspace_limit) {
+                                            int device, int64_t workspace_limit,
+                                            bool deterministic) {
   try {
-    const PlanPtr plan = FindPlan(ParseConvSpec(spec), algorithm, device, workspace_limit);
+    const PlanPtr plan =
+        FindPlan(ParseConvSpec(spec), algorithm, device, workspace_limit, deterministic);
     return {ToString(plan->algorithm()), ""};
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kNotFound) throw;
     return {"", error.what()};
   }
+}
+
+// The algorithms that cuDNN proposes; none where it refuses the convolution itself.
+std::vector<std::string> Propose(const std::string& spec_text, int device, bool sweep) {
+  const ConvSpec spec = ParseConvSpec(spec_text);
+  const DeviceScope scope(device);
+  const auto handle = HandlePool::ForDevice(device).Borrow();
+  std::vector<std::string> texts;
+  try {
+    for (const Algorithm& algorithm : ProposeAlgorithms(handle.get(), spec, sweep)) {
+      texts.push_back(ToString(algorithm));
+    }
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kNotFound) throw;
+  }
+  return texts;
+}
+
+nb::bytes Serialize(const std::string& spec, const std::string& algorithm, int device) {
+  std::vector<uint8_t> serialized;
+  {
+    const nb::gil_scoped_release release;
+    const Algorithm parsed = ParseAlgorithm(algorithm);
+    serialized =
+        PlanCache::Get().Named(device, ParseConvSpec(spec), parsed, parsed.workspace)->Serialize();
+  }
+  return nb::bytes(serialized.data(), serialized.size());
+}
+
+// Calls into Python from whatever thread XLA initializes a call on. What goes wrong there must not
+// stop the run: it is a warning.
+template <typename Ask>
+auto AskPython(const Ask& ask) -> decltype(ask()) {
+  if (!nb::is_alive()) return std::nullopt;
+  const nb::gil_scoped_acquire acquire;
+  try {
+    return ask();
+  } catch (const std::exception& error) {
+    Warnings::Get().Add(std::string("jqconv's store failed: ") + error.what());
+    return std::nullopt;
+  }
+}
+
+// `choice(device, spec)` and `plan(device, spec, algorithm)` return what is stored, or None.
+void SetStore(nb::object choice, nb::object plan) {
+  // Never destroyed: threads of XLA's may ask when the interpreter is on its way out.
+  const auto& ask = *new std::pair<nb::object, nb::object>(std::move(choice), std::move(plan));
+  using Choice = std::optional<std::string>;
+  using Bytes = std::optional<std::vector<uint8_t>>;
+  PlanStore store;
+  store.choice = [&ask](int device, const std::string& spec) {
+    return AskPython([&]() -> Choice { return nb::cast<Choice>(ask.first(device, spec)); });
+  };
+  store.plan = [&ask](int device, const std::string& spec, const std::string& algorithm) {
+    return AskPython([&]() -> Bytes {
+      const nb::object found = ask.second(device, spec, algorithm);
+      if (found.is_none()) return std::nullopt;
+      const auto bytes = nb::cast<nb::bytes>(found);
+      const auto* data = static_cast<const uint8_t*>(bytes.data());
+      return std::vector<uint8_t>(data, data + bytes.size());
+    });
+  };
+  PlanCache::Get().SetStore(std::move(store));
 }
 
 nb::dict CacheInfo() {
@@ -104,13 +175,18 @@ NB_MODULE(_ext, m) {
   m.def("configure", &ConfigureLibraries, nb::arg("cudnn"), nb::arg("cudart"));
   m.def("versions", &Versions);
   m.def("resolve", &Resolve, nb::arg("spec"), nb::arg("algorithm"), nb::arg("device"),
-        nb::arg("workspace_limit"), nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("workspace_limit"), nb::arg("deterministic"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("propose", &Propose, nb::arg("spec"), nb::arg("device"), nb::arg("sweep"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("serialize", &Serialize, nb::arg("spec"), nb::arg("algorithm"), nb::arg("device"));
+  m.def("set_store", &SetStore, nb::arg("choice"), nb::arg("plan"));
   m.def("cache_info", &CacheInfo);
   m.def("cache_clear", [] { PlanCache::Get().Clear(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "cache_resize", [](size_t capacity) { PlanCache::Get().Resize(capacity); },
       nb::arg("capacity"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("take_warnings", &TakeWarnings);
+  m.def("take_warnings", [] { return Warnings::Get().Take(); });
 }
 
 }  // namespace jqconv

@@ -3,6 +3,7 @@
 #include "cudnn_handle.h"
 #include "error.h"
 #include "libraries.h"
+#include "warnings.h"
 
 namespace jqconv {
 namespace {
@@ -32,16 +33,38 @@ PlanCache& PlanCache::Get() {
 PlanPtr PlanCache::Named(int device, const ConvSpec& spec, const Algorithm& algorithm,
                          int64_t workspace_limit) {
   const std::string key = Key(device, spec, PlanName(algorithm));
-  PlanPtr plan = FindOrBuild(
-      device, key, [&](cudnnHandle_t handle) { return BuildPlan(handle, spec, algorithm); });
+  PlanPtr plan = FindOrBuild(device, key, [&](cudnnHandle_t handle) {
+    PlanPtr loaded = Load(device, handle, spec, algorithm);
+    return loaded != nullptr ? loaded : BuildPlan(handle, spec, algorithm);
+  });
   CheckFits(*plan, workspace_limit);
   return plan;
 }
 
-PlanPtr PlanCache::Heuristic(int device, const ConvSpec& spec, int64_t workspace_limit) {
-  const std::string choice = "heuristic within " + std::to_string(workspace_limit);
+PlanPtr PlanCache::Chosen(int device, const ConvSpec& spec, int64_t workspace_limit) {
+  const PlanStore store = Store();
+  const auto choice = store.choice ? store.choice(device, ToString(spec)) : std::nullopt;
+  if (choice) {
+    try {
+      const Algorithm algorithm = ParseAlgorithm(*choice);
+      CheckLegal(algorithm, spec);
+      return Named(device, spec, algorithm, workspace_limit);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kNotFound && error.code() != ErrorCode::kInvalidArgument) {
+        throw;
+      }
+      // It was chosen for more workspace than this program reserved, or by another version.
+    }
+  }
+  return Heuristic(device, spec, workspace_limit, /*deterministic=*/false);
+}
+
+PlanPtr PlanCache::Heuristic(int device, const ConvSpec& spec, int64_t workspace_limit,
+                             bool deterministic) {
+  const std::string choice = std::string(deterministic ? "deterministic " : "") +
+                             "heuristic within " + std::to_string(workspace_limit);
   PlanPtr plan = FindOrBuild(device, Key(device, spec, choice), [&](cudnnHandle_t handle) {
-    return BuildHeuristicPlan(handle, spec, workspace_limit);
+    return BuildHeuristicPlan(handle, spec, workspace_limit, deterministic);
   });
   CheckFits(*plan, workspace_limit);
   // Whoever asks for it by name from now on finds it too.
@@ -84,6 +107,32 @@ PlanPtr PlanCache::FindOrBuild(int device, const std::string& key, const Builder
     promise.set_exception(std::current_exception());
     throw;
   }
+}
+
+// Null where the store has none that this device can run.
+PlanPtr PlanCache::Load(int device, cudnnHandle_t handle, const ConvSpec& spec,
+                        const Algorithm& algorithm) {
+  const PlanStore store = Store();
+  const auto serialized =
+      store.plan ? store.plan(device, ToString(spec), ToString(algorithm)) : std::nullopt;
+  if (!serialized) return nullptr;
+  try {
+    return LoadPlan(handle, spec, algorithm, *serialized);
+  } catch (const Error& error) {
+    Warnings::Get().Add("the stored plan of '" + ToString(algorithm) + "' for convolution spec '" +
+                        ToString(spec) + "' cannot be loaded and is built anew: " + error.what());
+    return nullptr;
+  }
+}
+
+void PlanCache::SetStore(PlanStore store) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  store_ = std::move(store);
+}
+
+PlanStore PlanCache::Store() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return store_;
 }
 
 PlanPtr PlanCache::FindLocked(const std::string& key) {

@@ -46,6 +46,24 @@ CudaGraph Capture(cudaStream_t stream, const Enqueue& enqueue) {
   return CudaGraph(graph);
 }
 
+// A graph of one node for each of `children`, each to run after the one before. It is how XLA
+// records custom calls: kernels of different nodes do not overlap, as neighbours on a stream may.
+inline CudaGraph Sequence(const std::vector<CudaGraph>& children) {
+  const CudaApi& cuda = LoadedLibraries().cuda;
+  cudaGraph_t graph = nullptr;
+  CheckCuda(cuda.GraphCreate(&graph, 0), "cudaGraphCreate");
+  CudaGraph owner(graph);
+  cudaGraphNode_t last = nullptr;
+  for (const CudaGraph& child : children) {
+    cudaGraphNode_t node = nullptr;
+    CheckCuda(
+        cuda.GraphAddChildGraphNode(&node, graph, &last, last == nullptr ? 0 : 1, child.get()),
+        "cudaGraphAddChildGraphNode");
+    last = node;
+  }
+  return owner;
+}
+
 inline CudaGraphExec Instantiate(const CudaGraph& graph) {
   cudaGraphExec_t executable = nullptr;
   CheckCuda(LoadedLibraries().cuda.GraphInstantiateWithFlags(&executable, graph.get(), 0),
@@ -60,31 +78,40 @@ inline CudaEvent MakeEvent() {
   return CudaEvent(event);
 }
 
-// Microseconds of each of `samples` runs of what `enqueue` puts on the stream, after a first run
+// Microseconds of `samples` replays of each graph, the graphs in turn, after one replay of each
 // that does not count. Waits for the stream.
-template <typename Enqueue>
-std::vector<float> TimeReplays(cudaStream_t stream, size_t samples, const Enqueue& enqueue) {
+inline std::vector<std::vector<float>> TimeReplays(cudaStream_t stream,
+                                                   const std::vector<CudaGraph>& graphs,
+                                                   size_t samples) {
   const CudaApi& cuda = LoadedLibraries().cuda;
-  const CudaGraph graph = Capture(stream, enqueue);
-  const CudaGraphExec executable = Instantiate(graph);
+  std::vector<CudaGraphExec> executables;
+  for (const CudaGraph& graph : graphs) executables.push_back(Instantiate(graph));
+  const auto replay = [&](const CudaGraphExec& executable) {
+    CheckCuda(cuda.GraphLaunch(executable.get(), stream), "cudaGraphLaunch");
+  };
   std::vector<CudaEvent> events;
-  for (size_t i = 0; i <= samples; ++i) events.push_back(MakeEvent());
+  const auto record = [&] {
+    events.push_back(MakeEvent());
+    CheckCuda(cuda.EventRecord(events.back().get(), stream), "cudaEventRecord");
+  };
 
   // All at once, so that the device always has the next replay waiting.
-  CheckCuda(cuda.GraphLaunch(executable.get(), stream), "cudaGraphLaunch");
-  CheckCuda(cuda.EventRecord(events[0].get(), stream), "cudaEventRecord");
-  for (size_t i = 0; i < samples; ++i) {
-    CheckCuda(cuda.GraphLaunch(executable.get(), stream), "cudaGraphLaunch");
-    CheckCuda(cuda.EventRecord(events[i + 1].get(), stream), "cudaEventRecord");
+  for (const CudaGraphExec& executable : executables) replay(executable);
+  record();
+  for (size_t sample = 0; sample < samples; ++sample) {
+    for (const CudaGraphExec& executable : executables) {
+      replay(executable);
+      record();
+    }
   }
   CheckCuda(cuda.StreamSynchronize(stream), "cudaStreamSynchronize");
 
-  std::vector<float> microseconds(samples);
-  for (size_t i = 0; i < samples; ++i) {
+  std::vector<std::vector<float>> microseconds(graphs.size());
+  for (size_t i = 0; i + 1 < events.size(); ++i) {
     float milliseconds = 0;
     CheckCuda(cuda.EventElapsedTime(&milliseconds, events[i].get(), events[i + 1].get()),
               "cudaEventElapsedTime");
-    microseconds[i] = 1000 * milliseconds;
+    microseconds[i % graphs.size()].push_back(1000 * milliseconds);
   }
   return microseconds;
 }

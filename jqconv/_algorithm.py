@@ -1,36 +1,21 @@
-"""Which kernel runs a convolution: how that is written down, chosen and remembered.
-
-The choice is made once for each spec and device, at trace time, and from then on is a static
-parameter of the primitives. Order: what the caller gave, then what this process chose before,
-then a search (cuDNN's heuristic list: its first plan that builds).
-"""
+"""Which kernel runs a convolution: how that is written down, and what fits which convolution."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
-import threading
-from collections.abc import Mapping
-from concurrent.futures import Future
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
-from jqconv import _native
+from jqconv import _forms
 from jqconv._spec import ConvSpec, Direction
-
-#: Bytes of workspace that a plan may use.
-WORKSPACE_LIMIT = 32 * 2**20
 
 DIRECTIONS: tuple[Direction, ...] = ("fprop", "dgrad", "wgrad")
 
-#: The form in which a spec's operands are presented to cuDNN, by their dtype.
-_CUDNN_FORMS = {"int8": "int8", "bfloat16": "bf16", "float16": "fp16"}
-
 _TEXT = re.compile(
-    r"(?P<form>int8|bf16|fp16)/(?P<formulation>[a-z]+)"
-    r":eng(?P<engine>\d+)(?P<knobs>(?:_k\d+=\d+)*)"
+    r"(?P<form>int8|bf16|fp16|[a-z_]+\d*(?:\+[a-z_]+\d*)*)/(?P<formulation>[a-z]+)"
+    r":eng(?P<engine>\d+)(?P<knobs>(?:_k\d+=-?\d+)*)"
     r"(?:,ws=(?P<workspace>\d+))?@(?P<cudnn>\d+)",
     re.ASCII,
 )
@@ -43,8 +28,10 @@ class Algorithm:
     Parameters
     ----------
     form : str
-        How the operands are presented: ``"int8"``, ``"bf16"`` or ``"fp16"`` to cuDNN, or
-        ``"xla"``, the lax lowering, in which case the other fields are empty.
+        How the convolution is presented to cuDNN: as it is (``"int8"``, ``"bf16"``, ``"fp16"``),
+        rewritten in steps (``"padded64"``, ``"widened"``, ``"space_to_depth"``, ``"dense"``, or
+        several with ``+`` between), or ``"xla"``, the lax lowering, in which case the other
+        fields are empty.
     formulation : str
         The epilogue's pointwise steps in order, one letter each: ``s`` multiplier, ``b`` bias,
         ``z`` residual, ``r`` activation, ``o`` out_multiplier; ``c`` alone for none.
@@ -57,8 +44,8 @@ class Algorithm:
     cudnn : int
         The cuDNN version that has this engine, for example 91900.
     source : str
-        Where the choice came from (``"user"``, ``"heuristic"``, ``"table"``); takes no part in
-        equality, so that it causes no retrace.
+        Where the choice came from (``"user"``, ``"tuned"``, ``"cached"``, ``"heuristic"``,
+        ``"table"``); takes no part in equality, so that it causes no retrace.
 
     Examples
     --------
@@ -161,12 +148,12 @@ class ConvAlgorithms:
 
 
 def runs_on_cudnn(spec: ConvSpec) -> bool:
-    """Whether cuDNN has engines for `spec`, as far as can be said without a device.
+    """Whether cuDNN has engines for `spec` as it is, as far as can be said without a device.
 
-    What it cannot run takes the ``xla`` form on a GPU. The table is that of an H200 with cuDNN
-    9.19, measured by benchmarks/support.py.
+    What it cannot run takes another form on a GPU, ``xla`` if none was chosen by time. The table
+    is that of an H200 with cuDNN 9.19, measured by benchmarks/support.py.
     """
-    if spec.empty or spec.x_dtype != spec.w_dtype or spec.x_dtype not in _CUDNN_FORMS:
+    if spec.empty or spec.x_dtype != spec.w_dtype or spec.x_dtype not in _forms.BASE_FORMS:
         return False
     if spec.direction != "fprop":
         return True
@@ -174,139 +161,28 @@ def runs_on_cudnn(spec: ConvSpec) -> bool:
     return c_group % 4 == 0 if spec.groups > 1 else (c_group, k) != (1, 1)
 
 
+def core_of(spec: ConvSpec, algorithm: Algorithm) -> tuple[ConvSpec, Algorithm]:
+    """Return what cuDNN is to run for `spec`, and the algorithm's name there."""
+    core = _forms.present(spec, algorithm.form).core
+    return core, dataclasses.replace(algorithm, form=_forms.BASE_FORMS[core.x_dtype])
+
+
 def check_legal(spec: ConvSpec, algorithm: Algorithm) -> None:
     """Raise ValueError where `algorithm` cannot be meant for `spec`."""
     if algorithm.form == "xla" or spec.empty:
         return
-    form, formulation = _CUDNN_FORMS.get(spec.x_dtype), spec.formulation
-    if not runs_on_cudnn(spec):
-        expected = "'xla' (cuDNN has no engine for this convolution)"
-    else:
-        expected = f"'xla' or '{form}/{formulation}:...'"
-    if not runs_on_cudnn(spec) or (algorithm.form, algorithm.formulation) != (form, formulation):
+    base = _forms.BASE_FORMS.get(spec.x_dtype)
+    try:
+        core, _ = core_of(spec, algorithm)
+        fits = runs_on_cudnn(core) and algorithm.formulation in core.formulations
+    except ValueError:
+        fits = False
+    if not fits:
+        plain = f" or '{base}/{spec.formulation}:...'" if runs_on_cudnn(spec) else ""
+        others = ", ".join(form for form in _forms.forms(spec) if form != base)
         raise ValueError(
             f"algorithm={str(algorithm)!r} does not fit {spec.direction} of this convolution: "
-            f"expected {expected}"
+            f"expected 'xla'{plain}"
+            + (f", or one of the forms {others}" if others else "")
+            + ("" if plain else " (cuDNN has no engine for this convolution as it is)")
         )
-
-
-class _Choices:
-    """What this process has chosen, for each spec and kind of device, and how often it searched."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._chosen: dict[tuple[ConvSpec, str], Future[Algorithm]] = {}
-        self._searches: collections.Counter[str] = collections.Counter()
-
-    def get(self, spec: ConvSpec, device: jax.Device) -> Algorithm:
-        """Return the algorithm for `spec`, searching if it has none yet.
-
-        Threads that need the same spec wait for one search; other specs are searched beside it.
-        """
-        key = (spec, _device_key(device))
-        with self._lock:
-            found = self._chosen.get(key)
-            future = found or self._chosen.setdefault(key, Future())
-            if found is None:
-                self._searches[spec.direction] += 1
-        if found is None:
-            try:
-                future.set_result(_search(spec, device))
-            except BaseException as error:
-                with self._lock:
-                    self._chosen.pop(key, None)
-                future.set_exception(error)
-        return future.result()
-
-    def searches(self) -> dict[str, int]:
-        with self._lock:
-            return {direction: self._searches[direction] for direction in DIRECTIONS}
-
-    def clear(self) -> None:
-        with self._lock:
-            self._chosen.clear()
-            self._searches.clear()
-
-
-_choices = _Choices()
-
-
-def search_counts() -> Mapping[str, int]:
-    """Return how many searches this process has made, by direction.
-
-    A search asks cuDNN for its candidates and builds one. There is one for each distinct
-    convolution, direction and kind of device, however often and under whatever transformation
-    it runs.
-
-    Returns
-    -------
-    dict
-        Keys ``"fprop"``, ``"dgrad"`` and ``"wgrad"``.
-    """
-    return _choices.searches()
-
-
-def clear_algorithms() -> None:
-    """Forget every choice made in this process, and reset :func:`search_counts`."""
-    _choices.clear()
-
-
-def choose(spec: ConvSpec, given: Algorithm | None = None) -> Algorithm | None:
-    """Return the algorithm for `spec`: the one given, else the one that this process uses for it.
-
-    ``None`` leaves the engine to the device that will run the program: there is no GPU here now.
-
-    Raises
-    ------
-    ValueError
-        If `given` does not fit `spec`, or the GPU that is here does not have it.
-    """
-    _native.report_warnings()
-    if given is not None:
-        check_legal(spec, given)
-        return given if given.form == "xla" else _require(spec, given)
-    device = target_gpu()
-    if device is None:
-        return None
-    if not _native.is_built() or not runs_on_cudnn(spec):
-        return Algorithm("xla", source="table")
-    return _choices.get(spec, device)
-
-
-def target_gpu() -> jax.Device | None:
-    """Return the CUDA device that what is traced now will run on, or None."""
-    config: Any = jax.config  # whose options are typed in some versions of JAX only
-    default = config.jax_default_device
-    if isinstance(default, str):
-        device = jax.local_devices(backend=default)[0]
-    else:
-        device = default or jax.local_devices()[0]
-    is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
-    return device if is_cuda else None
-
-
-def _device_key(device: jax.Device) -> str:
-    version = _native.versions()["cudnn"]
-    capability = getattr(device, "compute_capability", "")
-    return f"{device.device_kind} sm{capability} cudnn{version}"
-
-
-def _search(spec: ConvSpec, device: jax.Device) -> Algorithm:
-    """Return cuDNN's first plan for `spec` that builds, or the xla form where it has none."""
-    text, _ = _native.resolve(str(spec), "", device.local_hardware_id, WORKSPACE_LIMIT)
-    return Algorithm.parse(text, "heuristic") if text else Algorithm("xla", source="heuristic")
-
-
-def _require(spec: ConvSpec, algorithm: Algorithm) -> Algorithm:
-    """Return `algorithm`, its workspace filled in, or raise where the GPU that is here lacks it."""
-    device = target_gpu()
-    if device is None:
-        return algorithm
-    limit = max(algorithm.workspace, WORKSPACE_LIMIT)
-    text, reason = _native.resolve(str(spec), str(algorithm), device.local_hardware_id, limit)
-    if not text:
-        raise ValueError(
-            f"algorithm={str(algorithm)!r} is not available on {device.device_kind}: {reason}; "
-            "leave algorithm out to let jqconv choose"
-        )
-    return Algorithm.parse(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -66,7 +67,9 @@ def extension() -> Any:
     return _ext
 
 
-def resolve(spec: str, algorithm: str, device: int, workspace_limit: int) -> tuple[str, str]:
+def resolve(
+    spec: str, algorithm: str, device: int, workspace_limit: int, deterministic: bool = False
+) -> tuple[str, str]:
     """Build the plan for `spec` on GPU `device` and return its full text form.
 
     Parameters
@@ -79,6 +82,8 @@ def resolve(spec: str, algorithm: str, device: int, workspace_limit: int) -> tup
         The GPU's ordinal in this process.
     workspace_limit : int
         Most bytes of workspace that a plan may need.
+    deterministic : bool, default False
+        Whether the heuristic may only choose plans that return the same bits every time.
 
     Returns
     -------
@@ -92,8 +97,43 @@ def resolve(spec: str, algorithm: str, device: int, workspace_limit: int) -> tup
     RuntimeError
         If there is no cuDNN or no such device.
     """
-    found: tuple[str, str] = extension().resolve(spec, algorithm, device, workspace_limit)
+    found: tuple[str, str] = extension().resolve(
+        spec, algorithm, device, workspace_limit, deterministic
+    )
     return found
+
+
+def propose(spec: str, device: int, sweep: bool) -> list[str]:
+    """Return the text forms of what cuDNN proposes for `spec` on GPU `device`, best guess first.
+
+    With `sweep`, then also the values of an engine's knob that it does not propose. Not all of
+    them build. There are none where cuDNN refuses the convolution itself.
+    """
+    found: list[str] = extension().propose(spec, device, sweep)
+    return found
+
+
+def serialize(spec: str, algorithm: str, device: int) -> bytes:
+    """Return the plan of `algorithm`, which was resolved, in the form in which it is stored."""
+    found: bytes = extension().serialize(spec, algorithm, device)
+    return found
+
+
+def set_store(
+    choice: Callable[[int, str], str | None], plan: Callable[[int, str, str], bytes | None]
+) -> None:
+    """Tell the handlers whom to ask for what earlier processes stored.
+
+    Parameters
+    ----------
+    choice : callable
+        From a GPU's ordinal and a spec to the text of the algorithm chosen for it, or None.
+    plan : callable
+        From a GPU's ordinal, a spec and an algorithm to the plan as :func:`serialize` returned
+        it, or None. Both are called from threads of XLA's.
+    """
+    if _ext is not None:
+        _ext.set_store(choice, plan)
 
 
 def versions() -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jqconv import _algorithm, _native, _reference
+from jqconv import _algorithm, _choice, _forms, _native, _policy, _reference
 from jqconv._algorithm import Algorithm
 from jqconv._sharding import equally_varying
 from jqconv._spec import MAX_ELEMENTS, ConvSpec
@@ -29,7 +29,7 @@ fprop_p = Primitive("jqconv_fprop")
 dgrad_p = Primitive("jqconv_dgrad")
 wgrad_p = Primitive("jqconv_wgrad")
 
-_PRIMITIVES = {"fprop": fprop_p, "dgrad": dgrad_p, "wgrad": wgrad_p}
+PRIMITIVES = {"fprop": fprop_p, "dgrad": dgrad_p, "wgrad": wgrad_p}
 _REFERENCES: dict[str, Callable[..., jax.Array]] = {
     "fprop": _reference.fprop,
     "dgrad": _reference.dgrad,
@@ -53,7 +53,7 @@ def conv(
     pinned : bool, default False
         Whether a device without `algorithm` is an error rather than a reason to choose again.
     """
-    result: jax.Array = _PRIMITIVES[spec.direction].bind(
+    result: jax.Array = PRIMITIVES[spec.direction].bind(
         *equally_varying(operands), spec=spec, algorithm=algorithm, pinned=pinned
     )
     return result
@@ -97,6 +97,12 @@ def _cuda_lowering(
     ctx: Any, *operands: Any, spec: ConvSpec, algorithm: Algorithm | None, pinned: bool
 ) -> Any:
     """Lower to the native handler, or to jax.lax in floating point where cuDNN cannot run it."""
+    if (
+        algorithm is None
+        and not spec.empty
+        and not ctx.module_context.lowering_parameters.for_export
+    ):
+        algorithm = _choice.settle(spec)
     form = _xla_form if _takes_xla_form(spec, algorithm) else _cudnn_form
     function = functools.partial(form, spec, algorithm, pinned)
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
@@ -119,7 +125,19 @@ def _xla_form(
 def _cudnn_form(
     spec: ConvSpec, algorithm: Algorithm | None, pinned: bool, *operands: jax.Array
 ) -> jax.Array:
-    workspace = _algorithm.WORKSPACE_LIMIT if algorithm is None else algorithm.workspace
+    if algorithm is None:
+        return _handler(spec, "", _policy.settings().workspace_limit, pinned, *operands)
+    shape = _forms.present(spec, algorithm.form)
+    core, named = _algorithm.core_of(spec, algorithm)
+    prepared = shape.prepare(_forms.named(spec, operands))
+    y = _handler(core, str(named), named.workspace, pinned, *_forms.in_order(core, prepared))
+    return shape.finish(y)
+
+
+def _handler(
+    spec: ConvSpec, algorithm: str, workspace: int, pinned: bool, *operands: jax.Array
+) -> jax.Array:
+    """Call cuDNN for a core."""
     call = jax.ffi.ffi_call(
         f"jqconv_{spec.direction}_v1",
         (
@@ -128,12 +146,7 @@ def _cudnn_form(
         ),
         input_output_aliases=_in_place(spec),
     )
-    y, _ = call(
-        *operands,
-        spec=str(spec),
-        algorithm="" if algorithm is None else str(algorithm),
-        pinned=pinned,
-    )
+    y, _ = call(*operands, spec=str(spec), algorithm=algorithm, pinned=pinned)
     return y
 
 
@@ -182,7 +195,7 @@ def _batch(
         if wider is None or not _carried(spec, mapped) <= fold.keys():
             continue
         # The wider spec is another one: what was chosen for the old is no choice for it.
-        chosen = _algorithm.choose(wider, algorithm if pinned else None)
+        chosen = _choice.choose(wider, algorithm if pinned else None)
         folded = [
             _fold(given[name], fold.get(_role(spec, name)), size, name in mapped)
             for name in spec.operands
@@ -255,7 +268,7 @@ def _refuse(primitive: Primitive, primals: Any, tangents: Any, **params: Any) ->
 
 # --- register -------------------------------------------------------------------------------------
 
-for _p in _PRIMITIVES.values():
+for _p in PRIMITIVES.values():
     _p.def_impl(functools.partial(_eager, _p))
     _p.def_abstract_eval(_abstract)
     mlir.register_lowering(_p, _reference_lowering)

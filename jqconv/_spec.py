@@ -181,6 +181,8 @@ class ConvSpec:
                 "residual, activation or out_multiplier, and every other out_dtype takes a "
                 "multiplier"
             )
+        if self.x_dtype not in _MAGNITUDE:
+            return  # integers that a form carries as floats: fewer than overflow
         limit = (2**31 - 1) // self.product_magnitude
         if self.products > limit:
             raise ValueError(
@@ -249,6 +251,11 @@ class ConvSpec:
     @property
     def formulation(self) -> str:
         """The epilogue's canonical order: one letter a step, ``"c"`` for a bare convolution."""
+        return self.formulations[0]
+
+    @property
+    def formulations(self) -> list[str]:
+        """The orders of the epilogue's steps that mean the same, the canonical one first."""
         steps = {
             "s": self.multiplier is not None,
             "b": self.bias,
@@ -256,7 +263,9 @@ class ConvSpec:
             "r": self.activation is not None,
             "o": self.out_multiplier,
         }
-        return "".join(letter for letter, present in steps.items() if present) or "c"
+        canonical = "".join(letter for letter, present in steps.items() if present) or "c"
+        swapped = canonical.replace("bz", "zb")
+        return [canonical] if swapped == canonical else [canonical, swapped]
 
     @property
     def empty(self) -> bool:

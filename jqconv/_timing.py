@@ -1,4 +1,4 @@
-"""How long one plan takes by itself on the device."""
+"""How long plans take by themselves on the device."""
 
 from __future__ import annotations
 
@@ -12,51 +12,59 @@ from jqconv._algorithm import Algorithm
 from jqconv._spec import ConvSpec
 
 
-def time_plan(
+def time_plans(
     spec: ConvSpec,
-    algorithm: Algorithm,
+    algorithms: Sequence[Algorithm],
     operand_sets: Sequence[Sequence[jax.Array]],
     *,
     runs: int = 8,
     samples: int = 11,
+    overlaps: bool = False,
 ) -> np.ndarray:
-    """Time a plan bare: a CUDA graph that holds it and nothing else, replayed.
+    """Time plans bare: CUDA graphs that hold one plan each and nothing else, replayed in turn.
 
     Parameters
     ----------
     spec : ConvSpec
-        The convolution.
-    algorithm : Algorithm
+        The convolution, as cuDNN is to run it.
+    algorithms : sequence of Algorithm
         What to time.
     operand_sets : sequence of sequences of Array
         Operands of `spec`, in order, once or more: the runs take the sets in turn, so that with
         several the device's cache does not hold what it just used.
     runs : int, default 8
-        Rounds over the sets in the graph.
+        Rounds over the sets in each graph.
     samples : int, default 11
-        Replays, each timed by itself, after one that is not.
+        Replays of each graph, timed one by one, after one that is not.
+    overlaps : bool, default False
+        Whether a run may start while the one before ends. XLA records every convolution as a node
+        of its own, where it may not; kernels launched on one stream may.
 
     Returns
     -------
     ndarray
-        float32 of shape ``(samples,)``: microseconds of one run.
+        float32 of shape ``(len(algorithms), samples)``: microseconds of one run; NaN for a plan
+        that the device does not have.
     """
     sets = len(operand_sets)
     results = [jax.ShapeDtypeStruct(*spec.result) for _ in range(sets)]
-    workspace = jax.ShapeDtypeStruct((max(algorithm.workspace, 1),), jnp.uint8)
-    times = jax.ShapeDtypeStruct((samples,), jnp.float32)
+    most = max(algorithm.workspace for algorithm in algorithms)
+    workspace = jax.ShapeDtypeStruct((max(most, 1),), jnp.uint8)
+    times = jax.ShapeDtypeStruct((len(algorithms) * samples,), jnp.float32)
     call = jax.ffi.ffi_call("jqconv_time_v1", (*results, workspace, times))
 
-    @jax.jit
     def timed(*operands: jax.Array) -> jax.Array:
         *_, microseconds = call(
             *operands,
             spec=str(spec),
-            algorithm=str(algorithm),
-            pinned=True,
+            algorithms=" ".join(map(str, algorithms)),
             sets=np.int64(sets),
             runs=np.int64(runs),
+            overlaps=overlaps,
         )
         return microseconds
 
-    return np.asarray(timed(*(operand for operands in operand_sets for operand in operands)))
+    operands = [operand for operands in operand_sets for operand in operands]
+    # Ahead of time: a jitted call would become part of a trace around this one.
+    compiled = jax.jit(timed).lower(*operands).compile()
+    return np.asarray(jax.device_get(compiled(*operands))).reshape(len(algorithms), samples)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jqconv import _algorithm, _primitive, _reference
+from jqconv import _choice, _primitive, _reference
 from jqconv._algorithm import Algorithm, ConvAlgorithms
 from jqconv._first_order import first_order
 from jqconv._qtensor import CODE_RANGE, over_last, pack_mask, sum_to_scale, unpack_mask
@@ -68,7 +68,7 @@ def _forward(call: Call, ops: Operands) -> tuple[jax.Array, jax.Array | None]:
 def fprop(spec: ConvSpec, algorithms: ConvAlgorithms, named: dict[str, Any]) -> jax.Array:
     """Run `spec` on operands by name, with the algorithm given or chosen."""
     operands = [named[name] for name in spec.operands]
-    algorithm = _algorithm.choose(spec, algorithms.fprop)
+    algorithm = _choice.choose(spec, algorithms.fprop)
     return _primitive.conv(spec, algorithm, *operands, pinned=algorithms.fprop is not None)
 
 
@@ -180,10 +180,10 @@ def _choose(call: Call) -> ConvAlgorithms:
 
     def backward(direction: Direction) -> Algorithm | None:
         spec = call.spec.backward(direction, call.grad_dtype)
-        return _algorithm.choose(spec, getattr(given, direction))
+        return _choice.choose(spec, getattr(given, direction))
 
     return ConvAlgorithms(
-        fprop=_algorithm.choose(call.spec, given.fprop),
+        fprop=_choice.choose(call.spec, given.fprop),
         dgrad=backward("dgrad"),
         wgrad=backward("wgrad"),
     )
@@ -345,8 +345,13 @@ _fused_conv = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _fused_conv.defvjp(_conv_fwd, _conv_bwd, symbolic_zeros=True)
 
 
-# As _qtensor._quantize: for jax.shard_map outside of jit, and one dispatch instead of many.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
 def fused_conv(call: Call, ops: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Return the output, codes or floats, and the codes' float view where one is carried."""
+    return _jitted(call, _choice.choices_made(), ops)
+
+
+# As _qtensor._quantize: for jax.shard_map outside of jit, and one dispatch instead of many. A trace
+# holds what was known when it was made: `choices_made` makes room for another.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _jitted(call: Call, choices_made: int, ops: Operands) -> tuple[jax.Array, jax.Array | None]:
     return _fused_conv(call, ops)

@@ -54,10 +54,20 @@ def test_public_names():
 
 @pytest.mark.skipif(_native.is_built(), reason="built with the CUDA handlers")
 def test_without_handlers_asking_for_them_says_how_to_get_them():
-    with refused(RuntimeError, "JQCONV_CUDA=OFF"):
-        _native.resolve(SPEC, "", 0, 0)
-    with refused(RuntimeError, "JQCONV_CUDA=OFF"):
-        _native.versions()
+    for ask in (
+        lambda: _native.resolve(SPEC, "", 0, 0),
+        lambda: _native.propose(SPEC, 0, False),
+        lambda: _native.serialize(SPEC, "int8/s:eng4@91900", 0),
+        _native.versions,
+    ):
+        with refused(RuntimeError, "JQCONV_CUDA=OFF"):
+            ask()
+
+
+@pytest.mark.skipif(_native.is_built(), reason="built with the CUDA handlers")
+def test_without_handlers_there_is_nothing_to_tell_them():
+    _native.set_store(None, None)
+    _native.report_warnings()
 
 
 @needs_handlers
@@ -95,8 +105,14 @@ def test_every_target_is_registered():
     ],
 )
 def test_malformed_specs_are_named(old, new, word):
-    with refused(ValueError, word):
-        _native.resolve(SPEC.replace(old, new), "", 0, 2**25)
+    spec = SPEC.replace(old, new)
+    for ask in (
+        lambda: _native.resolve(spec, "", 0, 2**25),
+        lambda: _native.propose(spec, 0, False),
+        lambda: _native.serialize(spec, "int8/s:eng4@91900", 0),
+    ):
+        with refused(ValueError, word):
+            ask()
 
 
 @needs_handlers
@@ -120,8 +136,13 @@ def test_malformed_and_unfit_algorithms_are_named(algorithm, word):
 @needs_handlers
 @needs_no_gpu
 def test_without_a_device_resolving_says_what_was_tried():
-    with pytest.raises(RuntimeError, match=r"(?i)cudnn|cuda"):
-        _native.resolve(SPEC, "", 0, 2**25)
+    for ask in (
+        lambda: _native.resolve(SPEC, "", 0, 2**25),
+        lambda: _native.propose(SPEC, 0, False),
+        lambda: _native.serialize(SPEC, "int8/s:eng4@91900", 0),
+    ):
+        with pytest.raises(RuntimeError, match=r"(?i)cudnn|cuda"):
+            ask()
 
 
 @needs_handlers

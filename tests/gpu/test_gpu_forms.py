@@ -18,7 +18,7 @@ from oracle import Geometry
 from problems import Form, draw_codes, draw_problem, every_form, is_exact, name_of
 
 import jqconv
-from jqconv import _algorithm, _native, _primitive
+from jqconv import _native, _policy, _primitive
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def plans():
     device = jax.devices()[0].local_hardware_id
 
     def build(spec):
-        return _native.resolve(str(spec), "", device, _algorithm.WORKSPACE_LIMIT)
+        return _native.resolve(str(spec), "", device, _policy.settings().workspace_limit)
 
     specs = [spec_of(form) for form in FORMS] + [
         spec.backward(direction, dtype)
@@ -155,7 +155,7 @@ def test_bfloat16_operands(rng, measured, form):
     for name in ("x", "w"):
         spec = spec.replace(f" {name}=int8:", f" {name}=bfloat16:")
     result = jax.ShapeDtypeStruct(problem.answer.shape, jnp.dtype(form.output))
-    workspace = jax.ShapeDtypeStruct((_algorithm.WORKSPACE_LIMIT,), jnp.uint8)
+    workspace = jax.ShapeDtypeStruct((_policy.settings().workspace_limit,), jnp.uint8)
     call = jax.ffi.ffi_call("jqconv_fprop_v1", (result, workspace))
     optional = (multiplier, bias, problem.residual, problem.residual_scale, problem.out_multiplier)
     operands = (x.astype(jnp.bfloat16), w.transpose(3, 0, 1, 2).astype(jnp.bfloat16), *optional)

@@ -1,0 +1,383 @@
+"""The search that takes time: builds what could run a convolution, times it, takes the fastest.
+
+In two rounds, because what is compared differs. Plans of one form are timed bare, in CUDA graphs.
+The best of each form then runs as a program, with what the form does before and after, and against
+the lax lowering where that could win.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jqconv import _choice, _forms, _native, _policy, _primitive
+from jqconv._algorithm import Algorithm, runs_on_cudnn
+from jqconv._choice import Choice, Trial
+from jqconv._spec import ConvSpec
+from jqconv._timing import time_plans
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger("jqconv")
+
+#: Bytes that the operands of one round of runs should exceed, so that the L2 cache of the largest
+#: GPU does not hold them, and the most that they may take.
+_COLD_BYTES, _MOST_BYTES = 192 * 2**20, 4 * 2**30
+_MOST_SETS = 32
+
+#: Bytes a second and operations a second of a fast GPU: for how long to measure, nothing else.
+_BANDWIDTH, _OPERATIONS = 4e12, 1e15
+
+#: How much slower than the best a plan may look in the first round to be timed again, and how much
+#: faster a form must be than a plainer one to be taken for it.
+_SCREEN, _MARGIN = 1.15, 1.02
+
+#: How many forms beside the plainest are looked at closely.
+_MOST_FORMS = 3
+
+#: Where more plans are not looked for: microseconds, and multiples of the least possible.
+_NO_TIME_US, _NEAR_LIMIT = 5.0, 1.5
+
+
+def search(spec: ConvSpec, device: jax.Device, *, exhaustive: bool = False) -> Choice:
+    """Return the fastest way to run `spec` on `device`, with the times of what it was chosen from.
+
+    Parameters
+    ----------
+    spec : ConvSpec
+        The convolution.
+    device : Device
+        A GPU of this process.
+    exhaustive : bool, default False
+        Whether to build everything that cuDNN proposes in every form and formulation. Otherwise
+        forms that do not pay for such shapes are left out, and other formulations are tried for
+        the best engines alone.
+    """
+    # A thread of its own: this may be called while JAX traces or compiles, in contexts that must
+    # not reach the programs here.
+    return _in_thread(lambda: _Search(spec, device, exhaustive).run())
+
+
+def _in_thread(function: Callable[[], _T]) -> _T:
+    settings = _policy.settings()
+
+    def run() -> _T:
+        with _policy.within(settings):
+            return function()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="jqconv-search") as pool:
+        return pool.submit(run).result()
+
+
+@functools.cache
+def _builders() -> ThreadPoolExecutor:
+    """Return the threads that build plans, for all searches together: each build takes a core."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jqconv-build")
+
+
+#: One search uses the device at a time, or they would time each other.
+_device_lock = threading.Lock()
+
+
+@dataclasses.dataclass
+class _Form:
+    """One form of the convolution: its core, and microseconds of the core's plans."""
+
+    name: str
+    core: ConvSpec
+    times: dict[Algorithm, float] = dataclasses.field(default_factory=dict)
+
+    def fastest_first(self) -> list[Algorithm]:
+        return sorted(self.times, key=self.times.__getitem__)
+
+    @property
+    def best_us(self) -> float:
+        return min(self.times.values())
+
+    def named(self, plan: Algorithm) -> Algorithm:
+        """Return what a plan of the core is called for the convolution itself."""
+        return dataclasses.replace(plan, form=self.name)
+
+
+class _Search:
+    """One search, from candidates to a choice."""
+
+    def __init__(self, spec: ConvSpec, device: jax.Device, exhaustive: bool) -> None:
+        self.spec = spec
+        self.device = device
+        self.exhaustive = exhaustive
+        self.limit = _policy.settings().workspace_limit
+        self.trials: list[Trial] = []
+
+    def run(self) -> Choice:
+        start = time.perf_counter()
+        choice = self._choose(self._finalists())
+        _log.info(
+            "chose %s of %d candidates in %.1f s for %s",
+            choice.algorithm,
+            len(choice.trials),
+            time.perf_counter() - start,
+            self.spec,
+        )
+        return choice
+
+    # Round one: plans, form by form.
+
+    def _finalists(self) -> list[_Form]:
+        """Return the forms that could win, the plainest first, with times of their plans."""
+        forms = [_Form(name, _forms.present(self.spec, name).core) for name in self._names()]
+        self._add(forms, lambda form: self._proposals(form, sweep=self.exhaustive))
+        finalists = _contenders([form for form in forms if form.times])
+        if not self.exhaustive:
+            self._add([form for form in finalists if _is_worth_a_sweep(form)], self._unproposed)
+            self._add(finalists, _other_orders)
+        self.trials += [
+            Trial(str(form.named(plan)), us) for form in forms for plan, us in form.times.items()
+        ]
+        return _contenders(finalists)
+
+    def _names(self) -> list[str]:
+        names = _forms.forms(self.spec) if self.exhaustive else _pruned(self.spec)
+        return [name for name in names if runs_on_cudnn(_forms.present(self.spec, name).core)]
+
+    def _proposals(self, form: _Form, sweep: bool) -> list[Algorithm]:
+        texts = _native.propose(str(form.core), self.device.local_hardware_id, sweep)
+        proposed = [Algorithm.parse(text, "tuned") for text in texts]
+        if self.exhaustive:
+            return proposed
+        return [plan for plan in proposed if plan.formulation == form.core.formulation]
+
+    def _unproposed(self, form: _Form) -> list[Algorithm]:
+        """Return the plans that an engine has beside those that the heuristic proposes."""
+        proposed = set(self._proposals(form, sweep=False))
+        return [plan for plan in self._proposals(form, sweep=True) if plan not in proposed]
+
+    def _add(self, forms: list[_Form], candidates: Callable[[_Form], list[Algorithm]]) -> None:
+        """Build and time more plans of each form; all builds are on their way before any is timed.
+
+        What does not build or run is skipped and logged.
+        """
+        pending = [(form, self._build(form.core, candidates(form))) for form in forms]
+        for form, plans in pending:
+            form.times |= self._time(form.core, [plan for plan in plans if plan is not None])
+
+    def _build(self, core: ConvSpec, plans: list[Algorithm]) -> Iterator[Algorithm | None]:
+        def build(plan: Algorithm) -> Algorithm | None:
+            text, reason = _native.resolve(
+                str(core), str(plan), self.device.local_hardware_id, self.limit
+            )
+            if text:
+                return Algorithm.parse(text, "tuned")
+            _log.debug("skipped %s for %s: %s", plan, core, reason)
+            return None
+
+        return _builders().map(build, plans)
+
+    def _time(self, core: ConvSpec, plans: list[Algorithm]) -> dict[Algorithm, float]:
+        """Return microseconds of a run of each plan, those near the best measured for longer."""
+        if not plans:
+            return {}
+        with self._operands(core) as sets:
+            runs = min(16, math.ceil(300 / (len(sets) * _estimate_us(core))))
+            first = time_plans(core, plans, sets, runs=runs, samples=3)
+            times = dict(zip(plans, np.median(first, axis=1).tolist(), strict=True))
+            for failed in [plan for plan, us in times.items() if math.isnan(us)]:
+                _log.debug("skipped %s for %s: it does not run", failed, core)
+                del times[failed]
+            if not times:
+                return {}
+            near = [plan for plan, us in times.items() if us <= _SCREEN * min(times.values())]
+            again = time_plans(core, near, sets, runs=runs, samples=15)
+        return times | dict(zip(near, np.median(again, axis=1).tolist(), strict=True))
+
+    # Round two: programs.
+
+    def _choose(self, finalists: list[_Form]) -> Choice:
+        if not finalists:
+            return Choice(Algorithm("xla", source="table"))
+        algorithms = [form.named(form.fastest_first()[0]) for form in finalists]
+        if self._xla_could_win(algorithms):
+            algorithms.append(Algorithm("xla", source="tuned"))
+        if len(algorithms) == 1:
+            return self._choice(algorithms[0], finalists[0].best_us)
+        times = self._time_programs(algorithms)
+        self.trials += [Trial(str(a), us, whole=True) for a, us in times.items()]
+        chosen = algorithms[0]
+        for algorithm in algorithms[1:]:
+            if times[algorithm] * _MARGIN < times[chosen]:
+                chosen = algorithm
+        return self._choice(chosen, times[chosen])
+
+    def _xla_could_win(self, algorithms: list[Algorithm]) -> bool:
+        """Whether the lax lowering is worth timing: never against a plain fused int8 plan."""
+        plain = algorithms[0].form == "int8" and self.spec.groups == 1
+        return self.exhaustive or not plain
+
+    def _choice(self, algorithm: Algorithm, microseconds: float) -> Choice:
+        trials = sorted(self.trials, key=lambda trial: trial.microseconds)
+        return Choice(dataclasses.replace(algorithm, source="tuned"), microseconds, tuple(trials))
+
+    def _time_programs(self, algorithms: list[Algorithm]) -> dict[Algorithm, float]:
+        """Return microseconds of one convolution in a program of many, whole forms and all."""
+        # Enough of them for a call that is longer than it takes to dispatch.
+        with self._operands(self.spec, least=math.ceil(400 / _estimate_us(self.spec))) as sets:
+            programs = {a: self._program(a, sets) for a in algorithms}
+            times = dict.fromkeys(algorithms, math.inf)
+            for _ in range(3):  # in turn, so that a slow moment is nobody's alone
+                for algorithm, program in programs.items():
+                    times[algorithm] = min(times[algorithm], self._us(algorithm, program, sets))
+        return times
+
+    def _us(self, algorithm: Algorithm, program: Any, sets: list[list[jax.Array]]) -> float:
+        """Return microseconds of one convolution; infinity for a program that does not run."""
+        try:
+            return _seconds(program, sets) / len(sets) * 1e6
+        except jax.errors.JaxRuntimeError as error:  # most likely out of memory
+            _log.debug("skipped %s for %s: %s", algorithm, self.spec, error)
+            return math.inf
+
+    def _program(self, algorithm: Algorithm, sets: list[list[jax.Array]]) -> Callable[..., Any]:
+        def program(sets: list[list[jax.Array]]) -> list[jax.Array]:
+            return [_primitive.conv(self.spec, algorithm, *ops, pinned=True) for ops in sets]
+
+        compiled: Callable[..., Any] = jax.jit(program).lower(sets).compile()
+        return compiled
+
+    @contextlib.contextmanager
+    def _operands(self, spec: ConvSpec, least: int = 2) -> Iterator[list[list[jax.Array]]]:
+        """Make operands, enough sets of them that the cache does not hold what it just used.
+
+        The device is this search's for the scope, and the memory the user's again after it.
+        """
+        size = sum(_bytes(*tensor) for tensor in [*spec.operands.values(), spec.result])
+        wanted = max(least, math.ceil(_COLD_BYTES / size))
+        count = min(wanted, _MOST_SETS, max(1, _MOST_BYTES // size))
+        with _device_lock:
+            sets = [jax.device_put(_random_operands(spec, i), self.device) for i in range(count)]
+            try:
+                yield sets
+            finally:
+                for array in itertools.chain.from_iterable(sets):
+                    array.delete()
+
+
+def _pruned(spec: ConvSpec) -> list[str]:
+    """Return the forms that pay for such shapes, the plainest first.
+
+    Multiples of 16 channels need no padding; few channels are padded to few, more to multiples of
+    64 or 128. Carrying int8 as bf16 doubles the bytes and halves the rate: it pays where int8 has
+    no good engine, with few channels.
+    """
+    c, k = spec.x_shape[3] // spec.groups, spec.w_shape[0]
+    few = min(c, k) <= 16
+    aligned = c % 16 == 0 and k % 16 == 0
+    multiples = () if aligned else (16, 64) if few else (64, 128)
+    names = _forms.forms(spec, multiples)
+    return [name for name in names if (few and not aligned) or "widened" not in name.split("+")]
+
+
+def _contenders(forms: list[_Form]) -> list[_Form]:
+    """Return the plainest form, and the best of those whose plans alone are faster than its.
+
+    Another will not win once its conversions are added.
+    """
+    if not forms:
+        return []
+    plainest, *others = forms
+    faster = sorted((form for form in others if form.best_us < plainest.best_us), key=_best_us)
+    kept = faster[:_MOST_FORMS]
+    return [plainest, *(form for form in others if form in kept)]
+
+
+def _best_us(form: _Form) -> float:
+    return form.best_us
+
+
+def _is_worth_a_sweep(form: _Form) -> bool:
+    """Whether more plans of a form could gain what building dozens of them costs.
+
+    Not where it runs near what the device can do, or in no time. bf16 engines have too many
+    values, of which the heuristic knows the good ones.
+    """
+    near = max(_NO_TIME_US, _NEAR_LIMIT * _estimate_us(form.core))
+    return form.core.x_dtype == "int8" and form.best_us > near
+
+
+def _other_orders(form: _Form) -> list[Algorithm]:
+    """Return the two best plans with their epilogues in other orders."""
+    return [
+        dataclasses.replace(plan, formulation=formulation, workspace=0)
+        for plan, formulation in itertools.product(
+            form.fastest_first()[:2], form.core.formulations[1:]
+        )
+    ]
+
+
+def _estimate_us(spec: ConvSpec) -> float:
+    """Return about the least that a run could take, at least 2 us."""
+    tensors = [*spec.operands.values(), spec.result]
+    moved = sum(_bytes(shape, dtype) for shape, dtype in tensors)
+    operations = 2 * math.prod(spec.y_shape) * spec.products
+    return max(2.0, 1e6 * max(moved / _BANDWIDTH, operations / _OPERATIONS))
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * np.dtype(jax.numpy.dtype(dtype)).itemsize
+
+
+def _random_operands(spec: ConvSpec, seed: int) -> list[np.ndarray]:
+    """Return tensors of noise and scales that bring its sums back into the range of int8.
+
+    What the values are matters: a GPU takes less power, and runs faster, on zeros.
+    """
+    scales = {"multiplier": 1 / (74 * math.sqrt(spec.products))}
+    return [
+        _random(shape, dtype, offset=7919 * seed)
+        if len(shape) == 4
+        else np.full(shape, scales.get(name, 0.5), dtype)
+        for name, (shape, dtype) in spec.operands.items()
+    ]
+
+
+def _random(shape: Sequence[int], dtype: str, offset: int) -> np.ndarray:
+    return np.resize(np.roll(_noise(dtype), offset), tuple(shape))
+
+
+@functools.cache
+def _noise(dtype: str) -> np.ndarray:
+    """Return random values to draw tensors from: integers of the whole range, floats near 1."""
+    rng = np.random.default_rng(0)
+    if np.issubdtype(jax.numpy.dtype(dtype), np.integer):
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, 2**22, dtype=dtype, endpoint=True)
+    return rng.standard_normal(2**20, np.float32).astype(jax.numpy.dtype(dtype))
+
+
+def _seconds(program: Callable[..., Any], sets: list[list[jax.Array]]) -> float:
+    """Return seconds of one call: of as many as take 20 ms, issued without waiting in between."""
+
+    def batch(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            results = program(sets)
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / calls
+
+    batch(2)
+    return batch(max(4, math.ceil(0.02 / batch(2))))
+
+
+_choice.searchers["tune"] = search
