@@ -1,0 +1,111 @@
+"""dgrad and wgrad in bf16 against XLA's.
+
+python benchmarks/gradients.py --json benchmarks/results/gradients_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax import lax
+from layers import Layer
+from measuring import (
+    Keys,
+    compile_in_place,
+    convolutions_per_call,
+    copy_bandwidth,
+    floor_us,
+    need_gpu,
+    pipelined,
+    write_json,
+)
+
+from jqconv import _choice, _primitive
+from jqconv._spec import ConvSpec
+
+LAYERS = [
+    Layer(28, 128, 128, 3, 1, False, True),
+    Layer(56, 64, 64, 3, 1, False, True),
+    Layer(14, 256, 256, 3, 1, False, True),
+    Layer(14, 1024, 256, 1, 1, False, True),
+]
+
+
+def measure_jqconv(spec: ConvSpec, count: int) -> float:
+    """Time the primitive: activations and kernels of its own layout."""
+    algorithm = _choice.settle(spec)
+    keys = Keys()
+    sets = [
+        [keys.array(shape, dtype) for shape, dtype in spec.operands.values()] for _ in range(count)
+    ]
+    results = [keys.array(*spec.result) for _ in range(count)]
+
+    def gradients(_: Any, sets: Any) -> list[jax.Array]:
+        return [_primitive.conv(spec, algorithm, *operands) for operands in sets]
+
+    return pipelined(compile_in_place(gradients, results, sets), results, sets) / count * 1e6
+
+
+def measure_xla(spec: ConvSpec, count: int) -> float:
+    """Time what jax.grad of XLA's own bf16 convolution runs."""
+    keys = Keys()
+    dtype = "bfloat16"
+    w_shape = (*spec.w_shape[1:], spec.w_shape[0])
+    xs = [keys.array(spec.x_shape, dtype) for _ in range(count)]
+    ws = [keys.array(w_shape, dtype) for _ in range(count)]
+    dys = [keys.array(spec.y_shape, dtype) for _ in range(count)]
+
+    def conv(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x, w, spec.strides, spec.padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def gradient(x: jax.Array, w: jax.Array, dy: jax.Array) -> jax.Array:
+        if spec.direction == "dgrad":
+            (found,) = jax.linear_transpose(lambda x: conv(x, w), x)(dy)
+        else:
+            (found,) = jax.linear_transpose(lambda w: conv(x, w), w)(dy)
+        return found
+
+    def gradients(_: Any, xs: Any, ws: Any, dys: Any) -> list[jax.Array]:
+        return [gradient(*given) for given in zip(xs, ws, dys, strict=True)]
+
+    shape = spec.x_shape if spec.direction == "dgrad" else w_shape
+    results = [keys.array(shape, dtype) for _ in range(count)]
+    args = (results, xs, ws, dys)
+    return pipelined(compile_in_place(gradients, *args), *args) / count * 1e6
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--json", help="file for the figures")
+    args = parser.parse_args()
+    need_gpu()
+    specs = {
+        f"{layer} {direction}": layer.spec(args.batch).backward(direction, "bfloat16")
+        for layer in LAYERS
+        for direction in ("dgrad", "wgrad")
+    }
+    with ThreadPoolExecutor(len(specs)) as pool:
+        chosen = dict(zip(specs, pool.map(_choice.settle, specs.values()), strict=True))
+    bandwidth = copy_bandwidth()
+    rows = []
+    print(f"{'bf16':30s}    jqconv       xla   speedup  algorithm")
+    for name, spec in specs.items():
+        count = convolutions_per_call(floor_us(spec, bandwidth))
+        us, xla = measure_jqconv(spec, count), measure_xla(spec, count)
+        rows.append({"name": name, "jit_us": us, "xla_us": xla, "algorithm": str(chosen[name])})
+        print(f"{name:30s} {us:9.1f} {xla:9.1f} {xla / us:9.2f}  {chosen[name]}", flush=True)
+    mean = statistics.geometric_mean(row["xla_us"] / row["jit_us"] for row in rows)
+    print(f"geometric mean of the speedups: {mean:.2f}")
+    write_json(args.json, {"batch": args.batch, "geomean_speedup": mean, "gradients": rows})
+
+
+if __name__ == "__main__":
+    main()
