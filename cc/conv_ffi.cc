@@ -271,11 +271,13 @@ class Runner {
   Runner(PlanState& state, int32_t device, cudaStream_t stream, const ffi::RemainingRets& results)
       : slot_(Initialized(state.At(device))),
         handle_(slot_.handles->Borrow()),
-        workspace_(Workspace(state, results).untyped_data()) {
+        workspace_(Workspace(state, results).untyped_data()),
+        stream_(stream) {
     CheckCudnn(LoadedLibraries().cudnn.SetStream(handle_.get(), stream), "cudnnSetStream");
   }
 
   const std::vector<PlanPtr>& plans() const { return slot_.plans; }
+  cudaStream_t stream() const { return stream_; }
 
   void Run(const Plan& plan, const Pointers& pointers) const {
     plan.Execute(handle_.get(), pointers.data(), workspace_);
@@ -290,6 +292,7 @@ class Runner {
   PlanState::Slot slot_;
   HandlePool::Borrowed handle_;
   void* workspace_;
+  cudaStream_t stream_;
 };
 
 void CheckNotCapturing(cudaStream_t stream) {
@@ -301,23 +304,32 @@ void CheckNotCapturing(cudaStream_t stream) {
               "a CUDA graph");
 }
 
-// What a timed replay runs of one plan: every set in turn, as often as was asked.
+// What a timed replay runs of one plan: every set in turn, as often as was asked. Records on the
+// runner's stream, which nobody else may use.
 CudaGraph Record(const Runner& runner, const Plan& plan, const std::vector<Pointers>& sets,
-                 const Timing& timing, cudaStream_t stream) {
+                 const Timing& timing) {
   if (timing.overlaps) {
-    return Capture(stream, [&] {
+    return Capture(runner.stream(), [&] {
       for (int64_t run = 0; run < timing.runs; ++run) {
         for (const Pointers& pointers : sets) runner.Run(plan, pointers);
       }
     });
   }
   std::vector<CudaGraph> nodes;
-  for (int64_t run = 0; run < timing.runs; ++run) {
-    for (const Pointers& pointers : sets) {
-      nodes.push_back(Capture(stream, [&] { runner.Run(plan, pointers); }));
-    }
+  for (const Pointers& pointers : sets) {
+    nodes.push_back(Capture(runner.stream(), [&] { runner.Run(plan, pointers); }));
   }
-  return Sequence(nodes);
+  return Sequence(nodes, timing.runs);
+}
+
+// Likewise; null for a plan that the device does not run after all.
+CudaGraph TryRecord(const Runner& runner, const Plan& plan, const std::vector<Pointers>& sets,
+                    const Timing& timing) {
+  try {
+    return Record(runner, plan, sets, timing);
+  } catch (const Error&) {
+    return nullptr;
+  }
 }
 
 // Microseconds of one run, the samples of each candidate together; NaN for one that cannot run.
@@ -329,7 +341,9 @@ std::vector<float> TimeCandidates(const PlanState& state, const Runner& runner,
   for (size_t i = 0; i < runner.plans().size(); ++i) {
     const PlanPtr& plan = runner.plans()[i];
     if (plan == nullptr) continue;
-    graphs.push_back(Record(runner, *plan, sets, *state.timing, stream));
+    CudaGraph graph = TryRecord(runner, *plan, sets, *state.timing);
+    if (graph == nullptr) continue;
+    graphs.push_back(std::move(graph));
     timed.push_back(i);
   }
   std::vector<float> times(runner.plans().size() * samples,
@@ -344,9 +358,11 @@ std::vector<float> TimeCandidates(const PlanState& state, const Runner& runner,
   return times;
 }
 
-void TimeOnStream(PlanState& state, const Runner& runner, cudaStream_t stream,
+void TimeOnStream(PlanState& state, int32_t device, cudaStream_t stream,
                   const ffi::RemainingArgs& args, const ffi::RemainingRets& results) {
   CheckNotCapturing(stream);
+  const CudaStream recording = MakeStream();
+  const Runner runner(state, device, recording.get(), results);
   std::vector<Pointers> sets;
   for (size_t set = 0; set < state.SetCount(); ++set) {
     sets.push_back(PointersOfSet(state, set, args, results));
@@ -438,8 +454,7 @@ ffi::Error ExecuteTime(cudaStream_t stream, int32_t device, PlanState* state,
   return Guard([&] { return Where(*state, device); },
                [&] {
                  const DeviceScope scope(device);
-                 const Runner runner(*state, device, stream, results);
-                 TimeOnStream(*state, runner, stream, args, results);
+                 TimeOnStream(*state, device, stream, args, results);
                });
 }
 

@@ -292,6 +292,19 @@ int64_t ProposeNamedPlan(Graph& graph, const Algorithm& algorithm) {
                                         " cannot set, and the heuristic does not propose it");
 }
 
+// What the graph's plan of this index is called, without its workspace.
+Algorithm NameAlgorithm(const Graph& graph, int64_t index, const ConvSpec& spec,
+                        const std::string& formulation) {
+  std::string tag;
+  Check(graph.get_plan_name_at_index(index, tag), "name a plan");
+  Algorithm algorithm;
+  algorithm.form = Form(spec);
+  algorithm.formulation = formulation;
+  algorithm.cudnn_version = LoadedLibraries().cudnn_version;
+  ParsePlanTag(tag, algorithm);
+  return algorithm;
+}
+
 // An algorithm with every value of its one knob, of which the heuristic proposes only some: others
 // can be a fifth faster. None where there is another number of knobs, which span too many plans.
 std::vector<Algorithm> SweepKnob(Graph& graph, const Algorithm& algorithm) {
@@ -321,6 +334,29 @@ bool HasVariants(const Algorithm& algorithm, const std::vector<Algorithm>& propo
   return std::count_if(proposed.begin(), proposed.end(), is_variant) > 1;
 }
 
+// What cuDNN proposes for one formulation; nothing where it refuses the graph.
+std::vector<Algorithm> ProposeFormulation(cudnnHandle_t handle, const ConvSpec& spec,
+                                          const std::string& formulation, bool sweep) {
+  std::vector<Algorithm> proposed;
+  try {
+    auto graph = MakeGraph(handle, spec, formulation);
+    ProposeHeuristicPlans(*graph);
+    for (int64_t index = 0; index < graph->get_execution_plan_count(); ++index) {
+      proposed.push_back(NameAlgorithm(*graph, index, spec, formulation));
+    }
+    const std::vector<Algorithm> heuristic = sweep ? proposed : std::vector<Algorithm>();
+    for (const Algorithm& algorithm : heuristic) {
+      if (!HasVariants(algorithm, heuristic)) continue;
+      for (Algorithm& variant : SweepKnob(*graph, algorithm)) {
+        proposed.push_back(std::move(variant));
+      }
+    }
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kNotFound) throw;
+  }
+  return proposed;
+}
+
 // Where each of the pointers that the frontend takes stands among the operands.
 std::vector<size_t> PointerOrder(const Graph& graph, const std::vector<Operand>& operands) {
   std::vector<size_t> order;
@@ -334,19 +370,6 @@ std::vector<size_t> PointerOrder(const Graph& graph, const std::vector<Operand>&
     order.push_back(operand - operands.begin());
   }
   return order;
-}
-
-// What the graph's plan of this index is called, without its workspace.
-Algorithm NameAlgorithm(const Graph& graph, int64_t index, const ConvSpec& spec,
-                        const std::string& formulation) {
-  std::string tag;
-  Check(graph.get_plan_name_at_index(index, tag), "name a plan");
-  Algorithm algorithm;
-  algorithm.form = Form(spec);
-  algorithm.formulation = formulation;
-  algorithm.cudnn_version = LoadedLibraries().cudnn_version;
-  ParsePlanTag(tag, algorithm);
-  return algorithm;
 }
 
 int64_t WorkspaceSize(const Graph& graph, int64_t index) {
@@ -434,21 +457,9 @@ std::shared_ptr<const Plan> LoadPlan(cudnnHandle_t handle, const ConvSpec& spec,
 std::vector<Algorithm> ProposeAlgorithms(cudnnHandle_t handle, const ConvSpec& spec, bool sweep) {
   std::vector<Algorithm> proposed;
   std::set<std::string> names;  // Heuristics repeat each other.
-  const auto add = [&](Algorithm algorithm) {
-    if (names.insert(PlanName(algorithm)).second) proposed.push_back(std::move(algorithm));
-  };
   for (const std::string& formulation : Formulations(spec)) {
-    auto graph = MakeGraph(handle, spec, formulation);
-    ProposeHeuristicPlans(*graph);
-    std::vector<Algorithm> heuristic;
-    for (int64_t index = 0; index < graph->get_execution_plan_count(); ++index) {
-      heuristic.push_back(NameAlgorithm(*graph, index, spec, formulation));
-    }
-    for (const Algorithm& algorithm : heuristic) add(algorithm);
-    if (!sweep) continue;
-    for (const Algorithm& algorithm : heuristic) {
-      if (!HasVariants(algorithm, heuristic)) continue;
-      for (Algorithm& variant : SweepKnob(*graph, algorithm)) add(std::move(variant));
+    for (Algorithm& algorithm : ProposeFormulation(handle, spec, formulation, sweep)) {
+      if (names.insert(PlanName(algorithm)).second) proposed.push_back(std::move(algorithm));
     }
   }
   return proposed;

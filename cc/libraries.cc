@@ -86,6 +86,8 @@ CudaApi BindCuda(const Library& library) {
   Bind(api.GetErrorString, library, "cudaGetErrorString");
   Bind(api.GetDevice, library, "cudaGetDevice");
   Bind(api.SetDevice, library, "cudaSetDevice");
+  Bind(api.StreamCreateWithFlags, library, "cudaStreamCreateWithFlags");
+  Bind(api.StreamDestroy, library, "cudaStreamDestroy");
   Bind(api.StreamIsCapturing, library, "cudaStreamIsCapturing");
   Bind(api.StreamBeginCapture, library, "cudaStreamBeginCapture");
   Bind(api.StreamEndCapture, library, "cudaStreamEndCapture");

@@ -17,6 +17,8 @@ struct CudaApi {
   decltype(&::cudaGetErrorString) GetErrorString;
   decltype(&::cudaGetDevice) GetDevice;
   decltype(&::cudaSetDevice) SetDevice;
+  decltype(&::cudaStreamCreateWithFlags) StreamCreateWithFlags;
+  decltype(&::cudaStreamDestroy) StreamDestroy;
   decltype(&::cudaStreamIsCapturing) StreamIsCapturing;
   decltype(&::cudaStreamBeginCapture) StreamBeginCapture;
   decltype(&::cudaStreamEndCapture) StreamEndCapture;

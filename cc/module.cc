@@ -88,12 +88,8 @@ std::vector<std::string> Propose(const std::string& spec_text, int device, bool 
   const DeviceScope scope(device);
   const auto handle = HandlePool::ForDevice(device).Borrow();
   std::vector<std::string> texts;
-  try {
-    for (const Algorithm& algorithm : ProposeAlgorithms(handle.get(), spec, sweep)) {
-      texts.push_back(ToString(algorithm));
-    }
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kNotFound) throw;
+  for (const Algorithm& algorithm : ProposeAlgorithms(handle.get(), spec, sweep)) {
+    texts.push_back(ToString(algorithm));
   }
   return texts;
 }
@@ -113,25 +109,29 @@ nb::bytes Serialize(const std::string& spec, const std::string& algorithm, int d
 // stop the run: it is a warning.
 template <typename Ask>
 auto AskPython(const Ask& ask) -> decltype(ask()) {
-  if (!nb::is_alive()) return std::nullopt;
+  if (!nb::is_alive()) return {};
   const nb::gil_scoped_acquire acquire;
   try {
     return ask();
   } catch (const std::exception& error) {
     Warnings::Get().Add(std::string("jqconv's store failed: ") + error.what());
-    return std::nullopt;
+    return {};
   }
 }
 
-// `choice(device, spec)` and `plan(device, spec, algorithm)` return what is stored, or None.
+// `choice(device, spec)` returns what is stored, or None, and whether another must be
+// deterministic; `plan(device, spec, algorithm)` what is stored, or None.
 void SetStore(nb::object choice, nb::object plan) {
   // Never destroyed: threads of XLA's may ask when the interpreter is on its way out.
   const auto& ask = *new std::pair<nb::object, nb::object>(std::move(choice), std::move(plan));
-  using Choice = std::optional<std::string>;
   using Bytes = std::optional<std::vector<uint8_t>>;
   PlanStore store;
   store.choice = [&ask](int device, const std::string& spec) {
-    return AskPython([&]() -> Choice { return nb::cast<Choice>(ask.first(device, spec)); });
+    return AskPython([&] {
+      using Pair = std::pair<std::optional<std::string>, bool>;
+      auto [algorithm, deterministic] = nb::cast<Pair>(ask.first(device, spec));
+      return PlanStore::Choice{std::move(algorithm), deterministic};
+    });
   };
   store.plan = [&ask](int device, const std::string& spec, const std::string& algorithm) {
     return AskPython([&]() -> Bytes {
@@ -181,6 +181,13 @@ NB_MODULE(_ext, m) {
         nb::call_guard<nb::gil_scoped_release>());
   m.def("serialize", &Serialize, nb::arg("spec"), nb::arg("algorithm"), nb::arg("device"));
   m.def("set_store", &SetStore, nb::arg("choice"), nb::arg("plan"));
+  m.def("clear_store", [] { PlanCache::Get().SetStore({}); });
+  m.def(
+      "forget",
+      [](const std::string& spec, const std::string& algorithm, int device) {
+        PlanCache::Get().Forget(device, ParseConvSpec(spec), ParseAlgorithm(algorithm));
+      },
+      nb::arg("spec"), nb::arg("algorithm"), nb::arg("device"));
   m.def("cache_info", &CacheInfo);
   m.def("cache_clear", [] { PlanCache::Get().Clear(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def(

@@ -43,10 +43,10 @@ PlanPtr PlanCache::Named(int device, const ConvSpec& spec, const Algorithm& algo
 
 PlanPtr PlanCache::Chosen(int device, const ConvSpec& spec, int64_t workspace_limit) {
   const PlanStore store = Store();
-  const auto choice = store.choice ? store.choice(device, ToString(spec)) : std::nullopt;
-  if (choice) {
+  const auto choice = store.choice ? store.choice(device, ToString(spec)) : PlanStore::Choice();
+  if (choice.algorithm) {
     try {
-      const Algorithm algorithm = ParseAlgorithm(*choice);
+      const Algorithm algorithm = ParseAlgorithm(*choice.algorithm);
       CheckLegal(algorithm, spec);
       return Named(device, spec, algorithm, workspace_limit);
     } catch (const Error& error) {
@@ -56,7 +56,7 @@ PlanPtr PlanCache::Chosen(int device, const ConvSpec& spec, int64_t workspace_li
       // It was chosen for more workspace than this program reserved, or by another version.
     }
   }
-  return Heuristic(device, spec, workspace_limit, /*deterministic=*/false);
+  return Heuristic(device, spec, workspace_limit, choice.deterministic);
 }
 
 PlanPtr PlanCache::Heuristic(int device, const ConvSpec& spec, int64_t workspace_limit,
@@ -160,6 +160,15 @@ void PlanCache::EvictLocked() {
 PlanCache::Info PlanCache::GetInfo() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return {entries_.size(), capacity_, hits_, misses_, evictions_};
+}
+
+void PlanCache::Forget(int device, const ConvSpec& spec, const Algorithm& algorithm) {
+  const std::string key = Key(device, spec, PlanName(algorithm));
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = index_.find(key);
+  if (found == index_.end()) return;
+  entries_.erase(found->second);
+  index_.erase(found);
 }
 
 void PlanCache::Clear() {

@@ -26,8 +26,13 @@ using PlanPtr = std::shared_ptr<const Plan>;
 // What was kept from earlier processes. Its functions are called from any thread and must not
 // throw.
 struct PlanStore {
-  // The algorithm chosen for a convolution, as text.
-  std::function<std::optional<std::string>(int device, const std::string& spec)> choice;
+  // The algorithm chosen for a convolution, as text, and whether another one must return the same
+  // bits every time.
+  struct Choice {
+    std::optional<std::string> algorithm;
+    bool deterministic = false;
+  };
+  std::function<Choice(int device, const std::string& spec)> choice;
   // A plan's serialized form.
   std::function<std::optional<std::vector<uint8_t>>(int device, const std::string& spec,
                                                     const std::string& algorithm)>
@@ -59,7 +64,8 @@ class PlanCache {
 
   Info GetInfo() const;
 
-  // Both only forget: whoever holds a plan keeps it.
+  // All only forget: whoever holds a plan keeps it.
+  void Forget(int device, const ConvSpec& spec, const Algorithm& algorithm);
   void Clear();
   void Resize(size_t capacity);
 

@@ -26,6 +26,16 @@ using CudaOwner = std::unique_ptr<std::remove_pointer_t<Handle>, CudaDeleter<des
 using CudaGraph = CudaOwner<cudaGraph_t, &CudaApi::GraphDestroy>;
 using CudaGraphExec = CudaOwner<cudaGraphExec_t, &CudaApi::GraphExecDestroy>;
 using CudaEvent = CudaOwner<cudaEvent_t, &CudaApi::EventDestroy>;
+using CudaStream = CudaOwner<cudaStream_t, &CudaApi::StreamDestroy>;
+
+// A stream to capture on. The program's own is shared by all threads of the process, whose work
+// would be captured too.
+inline CudaStream MakeStream() {
+  cudaStream_t stream = nullptr;
+  CheckCuda(LoadedLibraries().cuda.StreamCreateWithFlags(&stream, cudaStreamNonBlocking),
+            "cudaStreamCreateWithFlags");
+  return CudaStream(stream);
+}
 
 // Records what `enqueue` puts on the stream instead of running it. Ends the capture on every path.
 template <typename Enqueue>
@@ -46,20 +56,23 @@ CudaGraph Capture(cudaStream_t stream, const Enqueue& enqueue) {
   return CudaGraph(graph);
 }
 
-// A graph of one node for each of `children`, each to run after the one before. It is how XLA
-// records custom calls: kernels of different nodes do not overlap, as neighbours on a stream may.
-inline CudaGraph Sequence(const std::vector<CudaGraph>& children) {
+// A graph that holds `children` as nodes, `rounds` times over, each to run after the one before. It
+// is how XLA records custom calls: kernels of different nodes do not overlap, as neighbours on a
+// stream may.
+inline CudaGraph Sequence(const std::vector<CudaGraph>& children, int64_t rounds) {
   const CudaApi& cuda = LoadedLibraries().cuda;
   cudaGraph_t graph = nullptr;
   CheckCuda(cuda.GraphCreate(&graph, 0), "cudaGraphCreate");
   CudaGraph owner(graph);
   cudaGraphNode_t last = nullptr;
-  for (const CudaGraph& child : children) {
-    cudaGraphNode_t node = nullptr;
-    CheckCuda(
-        cuda.GraphAddChildGraphNode(&node, graph, &last, last == nullptr ? 0 : 1, child.get()),
-        "cudaGraphAddChildGraphNode");
-    last = node;
+  for (int64_t round = 0; round < rounds; ++round) {
+    for (const CudaGraph& child : children) {
+      cudaGraphNode_t node = nullptr;
+      CheckCuda(
+          cuda.GraphAddChildGraphNode(&node, graph, &last, last == nullptr ? 0 : 1, child.get()),
+          "cudaGraphAddChildGraphNode");
+      last = node;
+    }
   }
   return owner;
 }

@@ -12,7 +12,7 @@ namespace jqconv {
 class Warnings {
  public:
   static Warnings& Get() {
-    static Warnings warnings;
+    static auto& warnings = *new Warnings;  // Never destroyed: threads of XLA's outlive us.
     return warnings;
   }
 

@@ -89,7 +89,6 @@ class _Choices:
         self._lock = threading.Lock()
         self._chosen: dict[tuple[_Key, _Grade], Future[Choice]] = {}
         self._searches: collections.Counter[str] = collections.Counter()
-        self.made = 0
 
     def known(self, spec: ConvSpec, device: jax.Device) -> Choice | None:
         """Return what is chosen already, here or in the store, without a search."""
@@ -103,7 +102,6 @@ class _Choices:
                     continue
                 with self._lock:
                     future = self._chosen.setdefault((key, grade), _done(stored))
-                    self.made += 1
             # One that is being searched for is not known yet.
             if future.done() and not future.exception():
                 return future.result()
@@ -114,14 +112,16 @@ class _Choices:
 
         Threads that need the same spec wait for one search; other specs are searched beside it.
         """
+        key, grade = _key(spec, device), _search_grade()
         found = self.known(spec, device)
         if found is not None:
+            _keep(key, found, device)
             return found
-        key, grade = _key(spec, device), _search_grade()
         if grade is None:
             raise RuntimeError(
                 f"jqconv.config.search is 'cached', but the store {_policy.config.cache_dir!r} has "
-                f"no algorithm for the convolution '{spec}' on {key.device}; tune it first (set "
+                f"no algorithm for the convolution '{spec}' on {key.device} with workspace_limit="
+                f"{key.workspace_limit} and deterministic={key.deterministic}; tune it first (set "
                 "search='tune', see jqconv.tune) or import the store that came with the model"
             )
         with self._lock:
@@ -137,8 +137,6 @@ class _Choices:
                 with self._lock:
                     self._chosen.pop((key, grade), None)
                 future.set_exception(error)
-            with self._lock:
-                self.made += 1
             if replaced:
                 _policy.choices_changed()
         return future.result()
@@ -149,7 +147,6 @@ class _Choices:
         _store(key, "tune", choice, device)
         with self._lock:
             self._chosen[key, "tune"] = _done(choice)
-            self.made += 1
         _policy.choices_changed()
 
     def searches(self) -> dict[str, int]:
@@ -174,8 +171,27 @@ def _done(choice: Choice) -> Future[Choice]:
 def _search(key: _Key, grade: _Grade, device: jax.Device) -> Choice:
     """Choose anew, and store the choice for the next process."""
     choice = searchers[grade](key.spec, device)
+    if grade == "tune" and not choice.trials:
+        # Nothing could be timed, for want of memory perhaps. That is no reason not to run, nor
+        # one to remember.
+        _log.warning("no plan of '%s' could be timed; taking cuDNN's first proposal", key.spec)
+        return searchers["heuristic"](key.spec, device)
     _store(key, grade, choice, device)
     return choice
+
+
+def _keep(key: _Key, choice: Choice, device: jax.Device) -> None:
+    """Store what is known already where this store, or its plan, is another or was lost."""
+    store, algorithm = _policy.store(), choice.algorithm
+    if store is None or algorithm.source == "table":
+        return
+    grade: _Grade = "tune" if choice.trials else "heuristic"
+    kept = store.get(_name(key, grade)) is not None
+    if kept and algorithm.form != "xla":
+        core, named = core_of(key.spec, algorithm)
+        kept = store.get(_plan_key(str(core), key.device, str(named))) is not None
+    if not kept:
+        _store(key, grade, choice, device)
 
 
 def _heuristic(spec: ConvSpec, device: jax.Device) -> Choice:
@@ -202,15 +218,20 @@ def _choice_key(spec: str, device: str, grade: _Grade, deterministic: bool, limi
     return f"choice {how} {device} {spec}"
 
 
+def _name(key: _Key, grade: _Grade) -> str:
+    limit = key.workspace_limit
+    return _choice_key(str(key.spec), key.device, grade, key.deterministic, limit)
+
+
 def _plan_key(spec: str, device: str, algorithm: str) -> str:
-    return f"plan {algorithm} {device} {spec}"
+    # Serialized plans are the frontend's own format.
+    return f"plan {algorithm} {device} frontend{_native.versions()['frontend']} {spec}"
 
 
 def _stored(key: _Key, grade: _Grade) -> Choice | None:
     """Return what an earlier process chose."""
     store = _policy.store()
-    name = _choice_key(str(key.spec), key.device, grade, key.deterministic, key.workspace_limit)
-    entry = store.get(name) if store else None
+    entry = store.get(_name(key, grade)) if store else None
     if entry is None:
         return None
     try:
@@ -236,11 +257,10 @@ def _store(key: _Key, grade: _Grade, choice: Choice, device: jax.Device) -> None
         "microseconds": choice.microseconds,
         "trials": [dataclasses.astuple(trial) for trial in choice.trials],
     }
-    name = _choice_key(str(key.spec), key.device, grade, key.deterministic, key.workspace_limit)
     if algorithm.form != "xla":
         core, named = core_of(key.spec, algorithm)
         _store_plan(store, str(core), str(named), key.device, device)
-    store.put(name, record)  # last: who finds the choice finds the plan
+    store.put(_name(key, grade), record)  # last: who finds the choice finds the plan
 
 
 def _store_plan(store: Store, spec: str, algorithm: str, kind: str, device: jax.Device) -> None:
@@ -257,18 +277,18 @@ def _store_plan(store: Store, spec: str, algorithm: str, kind: str, device: jax.
 # plans that this process has not built.
 
 
-def _choice_for_handler(device: int, spec: str) -> str | None:
+def _choice_for_handler(device: int, spec: str) -> tuple[str | None, bool]:
     gpu, store, now = _local_gpu(device), _policy.store(), _policy.settings()
     if gpu is None or store is None:
-        return None
+        return None, now.deterministic
     for grade in _accepted_grades():
         key = _choice_key(spec, _device_key(gpu), grade, now.deterministic, now.workspace_limit)
         entry = store.get(key)
         algorithm = entry.record.get("algorithm") if entry else None
         # A form of several steps is more than a handler can do.
         if isinstance(algorithm, str) and algorithm.split("/")[0] in _forms.BASE_FORMS.values():
-            return algorithm
-    return None
+            return algorithm, now.deterministic
+    return None, now.deterministic
 
 
 def _plan_for_handler(device: int, spec: str, algorithm: str) -> bytes | None:
@@ -298,11 +318,6 @@ def search_counts() -> Mapping[str, int]:
         Keys ``"fprop"``, ``"dgrad"`` and ``"wgrad"``.
     """
     return _choices.searches()
-
-
-def choices_made() -> int:
-    """Return a number that changes with every choice that becomes known."""
-    return _choices.made
 
 
 def clear_algorithms() -> None:

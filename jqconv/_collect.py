@@ -41,7 +41,9 @@ def convolutions(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Occu
 
     Nothing is searched for or run: `args` may be ``jax.ShapeDtypeStruct``.
     """
-    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+    # A jitted function knows which of its arguments are static.
+    trace = getattr(fn, "trace", None)
+    jaxpr = trace(*args, **kwargs).jaxpr if trace else jax.make_jaxpr(fn)(*args, **kwargs)
     counts: dict[tuple[ConvSpec, Algorithm | None, bool], int] = {}
     for params in _equations(jaxpr.jaxpr):
         key = params["spec"], params["algorithm"], params["pinned"]

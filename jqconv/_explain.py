@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class Limits:
 #: By what JAX's name of a device contains; NVIDIA's datasheets, without sparsity.
 _LIMITS = {
     "B200": Limits(8.0e12, 4500e12, 2250e12),
+    "H200 NVL": Limits(4.8e12, 1671e12, 835e12),
     "H200": Limits(4.8e12, 1979e12, 989e12),
     "H100 NVL": Limits(3.9e12, 1671e12, 835e12),
     "H100 PCIe": Limits(2.0e12, 1513e12, 756e12),
@@ -47,6 +49,7 @@ _LIMITS = {
     "A100 80GB": Limits(1.935e12, 624e12, 312e12),
     "A100": Limits(1.555e12, 624e12, 312e12),
     "L40S": Limits(0.864e12, 733e12, 362e12),
+    "L40": Limits(0.864e12, 362e12, 181e12),
     "L4": Limits(0.3e12, 242e12, 121e12),
 }
 
@@ -110,7 +113,7 @@ class Report:
 
     @property
     def microseconds(self) -> float | None:
-        """Sum of all timed convolutions as often as they appear; None where one was not timed."""
+        """Sum over the convolutions, one in a loop once; None if one was not timed."""
         times = [row.microseconds for row in self.rows]
         if None in times:
             return None
@@ -233,7 +236,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Parameters
     ----------
     fn : callable
-        Any function that JAX can trace; with ``jax.grad`` inside, its gradients are included.
+        Any function that JAX can trace; with static arguments, one that ``jax.jit`` made. With
+        ``jax.grad`` inside, its gradients are included.
     *args, **kwargs
         Its arguments; arrays may be ``jax.ShapeDtypeStruct``.
 
@@ -289,6 +293,8 @@ def _note(
     if not _choice.is_open(one.spec):
         return f"cuDNN has no kernel for {one.spec.x_dtype} operands in {one.spec.direction}"
     if choice is None or not choice.trials:
+        if algorithm.source == "tuned":
+            return "no plan of cuDNN's builds and runs"
         if algorithm.form == "xla":
             return "cuDNN has no engine for it as it is; jqconv.tune tries other forms"
         return "cuDNN's first proposal; jqconv.tune times the others"
@@ -315,7 +321,8 @@ def _about_trials(choice: Choice) -> str:
 
 def limits_of(device_kind: str) -> Limits | None:
     """Return the limits of a device by its name; None if it is not in the table."""
-    return next((limits for name, limits in _LIMITS.items() if name in device_kind), None)
+    found = (limits for name, limits in _LIMITS.items() if re.search(rf"\b{name}\b", device_kind))
+    return next(found, None)
 
 
 def work(spec: ConvSpec) -> tuple[int, int]:

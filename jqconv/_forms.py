@@ -113,6 +113,8 @@ def forms(spec: ConvSpec, multiples: Sequence[int] = MULTIPLES) -> list[str]:
         heads.append(["space_to_depth"])
     found = []
     for head in heads:
+        if head and not _fits(spec, head):
+            continue
         for pad in _paddings(spec, head, multiples):
             for tail in ([], ["widened"]):
                 steps = [*head, *pad, *tail]
@@ -205,7 +207,7 @@ def _dense(spec: ConvSpec) -> Step | None:
     def prepare(operands: Operands) -> Operands:
         group_of_k = jnp.arange(k) // (k // spec.groups)
         group_of_c = jnp.arange(c) // c_group
-        same = (group_of_k[:, None] == group_of_c)[:, None, None, :]
+        same = (group_of_k[:, None] == group_of_c[None])[:, None, None, :]
         w = operands["w"]
         return operands | {"w": jnp.where(same, jnp.tile(w, spec.groups), jnp.zeros((), w.dtype))}
 

@@ -6,6 +6,7 @@ JAX only queues until a CUDA backend exists; cuDNN itself is loaded when somethi
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import pathlib
 import warnings
@@ -119,21 +120,30 @@ def serialize(spec: str, algorithm: str, device: int) -> bytes:
     return found
 
 
+def forget(spec: str, algorithm: str, device: int) -> None:
+    """Drop a plan from the cache; what holds it keeps it."""
+    extension().forget(spec, algorithm, device)
+
+
 def set_store(
-    choice: Callable[[int, str], str | None], plan: Callable[[int, str, str], bytes | None]
+    choice: Callable[[int, str], tuple[str | None, bool]],
+    plan: Callable[[int, str, str], bytes | None],
 ) -> None:
     """Tell the handlers whom to ask for what earlier processes stored.
 
     Parameters
     ----------
     choice : callable
-        From a GPU's ordinal and a spec to the text of the algorithm chosen for it, or None.
+        From a GPU's ordinal and a spec to the text of the algorithm chosen for it, or None, and
+        whether another must return the same bits every time.
     plan : callable
         From a GPU's ordinal, a spec and an algorithm to the plan as :func:`serialize` returned
         it, or None. Both are called from threads of XLA's.
     """
     if _ext is not None:
         _ext.set_store(choice, plan)
+        # No thread of XLA's may call into an interpreter that is on its way out.
+        atexit.register(_ext.clear_store)
 
 
 def versions() -> dict[str, Any]:

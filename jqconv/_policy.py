@@ -37,8 +37,9 @@ class Settings:
     search: Search = "tune"
     workspace_limit: int = 32 * 2**20
     deterministic: bool = False
-    cache_dir: str = ""
-    cache_limit: int = 256 * 2**20
+    # Where results are kept changes no program: no part of the trace context.
+    cache_dir: str = dataclasses.field(default="", compare=False)
+    cache_limit: int = dataclasses.field(default=256 * 2**20, compare=False)
 
     def __post_init__(self) -> None:
         if self.search not in get_args(Search):
@@ -53,7 +54,9 @@ class Settings:
             raise ValueError(f"deterministic={self.deterministic!r} must be True or False")
         if not isinstance(self.cache_dir, str | pathlib.Path):
             raise ValueError(f"cache_dir={self.cache_dir!r} must be a path, a str or pathlib.Path")
-        object.__setattr__(self, "cache_dir", str(self.cache_dir))
+        if str(self.cache_dir):
+            path = pathlib.Path(self.cache_dir).expanduser().absolute()
+            object.__setattr__(self, "cache_dir", str(path))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
@@ -172,7 +175,7 @@ class Config:
         self.update(**{name: value})
 
     def update(self, **changes: Any) -> None:
-        """Change settings for the whole process.
+        """Change settings for the whole process; inside :meth:`using`, what is after it.
 
         Raises
         ------
@@ -189,6 +192,9 @@ class Config:
         """Change settings in this thread, inside a ``with`` block. Raises as :meth:`update`."""
         with within(_changed(settings(), changes)):
             yield
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_names()]
 
     def __repr__(self) -> str:
         return repr(settings()).replace("Settings", "jqconv.config", 1)

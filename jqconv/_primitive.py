@@ -1,7 +1,7 @@
 """The primitives fprop, dgrad and wgrad.
 
 Each in one order: bind, abstract evaluation, lowerings, batching, and last the rules that refuse
-differentiation (the derivatives are :mod:`jqconv._conv`'s custom VJP).
+differentiation (the derivatives are :mod:`jqconv._vjp`'s custom VJP).
 """
 
 from __future__ import annotations
@@ -64,8 +64,20 @@ def _compiled(primitive: Primitive, **params: Any) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(primitive.bind, **params))
 
 
-def _eager(primitive: Primitive, *operands: jax.Array, **params: Any) -> jax.Array:
-    return _compiled(primitive, **params)(*operands)
+def _eager(
+    primitive: Primitive, *operands: jax.Array, spec: ConvSpec, algorithm: Any, **params: Any
+) -> jax.Array:
+    if algorithm is None and not spec.empty and _runs_on_gpu(operands):
+        algorithm = _choice.settle(spec)  # now, or the next call would compile what this one found
+    with jax.disable_jit(False):
+        return _compiled(primitive, spec=spec, algorithm=algorithm, **params)(*operands)
+
+
+def _runs_on_gpu(operands: Sequence[jax.Array]) -> bool:
+    devices = [d for operand in operands for d in getattr(operand, "devices", set)()]
+    if not devices:  # NumPy arrays, which go where JAX's default is
+        return _choice.target_gpu() is not None
+    return all(device.platform == "gpu" for device in devices)
 
 
 # --- abstract evaluation --------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jqconv import _choice, _forms, _native, _policy, _primitive
-from jqconv._algorithm import Algorithm, runs_on_cudnn
+from jqconv._algorithm import Algorithm, core_of, runs_on_cudnn
 from jqconv._choice import Choice, Trial
 from jqconv._spec import ConvSpec
 from jqconv._timing import time_plans
@@ -119,12 +119,13 @@ class _Search:
         self.spec = spec
         self.device = device
         self.exhaustive = exhaustive
-        self.limit = _policy.settings().workspace_limit
+        self.settings = _policy.settings()
         self.trials: list[Trial] = []
 
     def run(self) -> Choice:
         start = time.perf_counter()
         choice = self._choose(self._finalists())
+        self._forget_losers(choice.algorithm)
         _log.info(
             "chose %s of %d candidates in %.1f s for %s",
             choice.algorithm,
@@ -176,9 +177,13 @@ class _Search:
 
     def _build(self, core: ConvSpec, plans: list[Algorithm]) -> Iterator[Algorithm | None]:
         def build(plan: Algorithm) -> Algorithm | None:
-            text, reason = _native.resolve(
-                str(core), str(plan), self.device.local_hardware_id, self.limit
-            )
+            with _policy.within(self.settings):  # it may ask the store
+                text, reason = _native.resolve(
+                    str(core),
+                    str(plan),
+                    self.device.local_hardware_id,
+                    self.settings.workspace_limit,
+                )
             if text:
                 return Algorithm.parse(text, "tuned")
             _log.debug("skipped %s for %s: %s", plan, core, reason)
@@ -190,33 +195,44 @@ class _Search:
         """Return microseconds of a run of each plan, those near the best measured for longer."""
         if not plans:
             return {}
-        with self._operands(core) as sets:
-            runs = min(16, math.ceil(300 / (len(sets) * _estimate_us(core))))
-            first = time_plans(core, plans, sets, runs=runs, samples=3)
-            times = dict(zip(plans, np.median(first, axis=1).tolist(), strict=True))
-            for failed in [plan for plan, us in times.items() if math.isnan(us)]:
-                _log.debug("skipped %s for %s: it does not run", failed, core)
-                del times[failed]
-            if not times:
-                return {}
-            near = [plan for plan, us in times.items() if us <= _SCREEN * min(times.values())]
-            again = time_plans(core, near, sets, runs=runs, samples=15)
-        return times | dict(zip(near, np.median(again, axis=1).tolist(), strict=True))
+        try:
+            with self._operands(core) as sets:
+                times = self._medians(core, plans, sets, samples=3)
+                near = [plan for plan, us in times.items() if us <= _SCREEN * min(times.values())]
+                return times | self._medians(core, near, sets, samples=15)
+        except jax.errors.JaxRuntimeError as error:  # most likely out of memory
+            _log.warning("could not time the plans of %s: %s", core, error)
+            return {}
+
+    def _medians(
+        self, core: ConvSpec, plans: list[Algorithm], sets: list[list[jax.Array]], samples: int
+    ) -> dict[Algorithm, float]:
+        if not plans:
+            return {}
+        runs = min(16, math.ceil(300 / (len(sets) * _estimate_us(core))))
+        times = time_plans(core, plans, sets, runs=runs, samples=samples)
+        found = dict(zip(plans, np.median(times, axis=1).tolist(), strict=True))
+        for failed in [plan for plan, us in found.items() if math.isnan(us)]:
+            _log.debug("skipped %s for %s: it does not run", failed, core)
+            del found[failed]
+        return found
 
     # Round two: programs.
 
     def _choose(self, finalists: list[_Form]) -> Choice:
         if not finalists:
-            return Choice(Algorithm("xla", source="table"))
+            return Choice(Algorithm("xla", source="tuned"))
         algorithms = [form.named(form.fastest_first()[0]) for form in finalists]
         if self._xla_could_win(algorithms):
             algorithms.append(Algorithm("xla", source="tuned"))
         if len(algorithms) == 1:
             return self._choice(algorithms[0], finalists[0].best_us)
         times = self._time_programs(algorithms)
+        if not times:
+            return self._choice(algorithms[0], finalists[0].best_us)
         self.trials += [Trial(str(a), us, whole=True) for a, us in times.items()]
-        chosen = algorithms[0]
-        for algorithm in algorithms[1:]:
+        chosen, *others = times
+        for algorithm in others:
             if times[algorithm] * _MARGIN < times[chosen]:
                 chosen = algorithm
         return self._choice(chosen, times[chosen])
@@ -231,23 +247,31 @@ class _Search:
         return Choice(dataclasses.replace(algorithm, source="tuned"), microseconds, tuple(trials))
 
     def _time_programs(self, algorithms: list[Algorithm]) -> dict[Algorithm, float]:
-        """Return microseconds of one convolution in a program of many, whole forms and all."""
+        """Return microseconds of one convolution in a program of many, whole forms and all.
+
+        A program that does not compile or run, most likely out of memory, is left out.
+        """
+        best: dict[Algorithm, float] = {}
         # Enough of them for a call that is longer than it takes to dispatch.
         with self._operands(self.spec, least=math.ceil(400 / _estimate_us(self.spec))) as sets:
-            programs = {a: self._program(a, sets) for a in algorithms}
-            times = dict.fromkeys(algorithms, math.inf)
+            programs = {a: self._tried(a, self._program, a, sets) for a in algorithms}
             for _ in range(3):  # in turn, so that a slow moment is nobody's alone
                 for algorithm, program in programs.items():
-                    times[algorithm] = min(times[algorithm], self._us(algorithm, program, sets))
-        return times
+                    seconds = program and self._tried(algorithm, _seconds, program, sets)
+                    if seconds is None:
+                        programs = {a: p for a, p in programs.items() if a != algorithm}
+                        best.pop(algorithm, None)
+                        continue
+                    us = seconds / len(sets) * 1e6
+                    best[algorithm] = min(us, best.get(algorithm, math.inf))
+        return {algorithm: best[algorithm] for algorithm in algorithms if algorithm in best}
 
-    def _us(self, algorithm: Algorithm, program: Any, sets: list[list[jax.Array]]) -> float:
-        """Return microseconds of one convolution; infinity for a program that does not run."""
+    def _tried(self, algorithm: Algorithm, step: Callable[..., _T], *args: Any) -> _T | None:
         try:
-            return _seconds(program, sets) / len(sets) * 1e6
-        except jax.errors.JaxRuntimeError as error:  # most likely out of memory
+            return step(*args)
+        except jax.errors.JaxRuntimeError as error:
             _log.debug("skipped %s for %s: %s", algorithm, self.spec, error)
-            return math.inf
+            return None
 
     def _program(self, algorithm: Algorithm, sets: list[list[jax.Array]]) -> Callable[..., Any]:
         def program(sets: list[list[jax.Array]]) -> list[jax.Array]:
@@ -255,6 +279,14 @@ class _Search:
 
         compiled: Callable[..., Any] = jax.jit(program).lower(sets).compile()
         return compiled
+
+    def _forget_losers(self, chosen: Algorithm) -> None:
+        """Drop the plans that will not run from the native cache: they hold device memory."""
+        for trial in self.trials:
+            algorithm = Algorithm.parse(trial.algorithm)
+            if algorithm != chosen and algorithm.form != "xla":
+                core, plan = core_of(self.spec, algorithm)
+                _native.forget(str(core), str(plan), self.device.local_hardware_id)
 
     @contextlib.contextmanager
     def _operands(self, spec: ConvSpec, least: int = 2) -> Iterator[list[list[jax.Array]]]:

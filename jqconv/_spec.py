@@ -1,4 +1,4 @@
-"""What one fused convolution is: shapes, dtypes, epilogue. Static, hashable, NumPy-free of devices.
+"""What one fused convolution is: shapes, dtypes, epilogue. Static and hashable.
 
 A :class:`ConvSpec` is the one description that everything else agrees on: the primitives carry it
 as a parameter, the algorithm is chosen for it, its text form crosses into the native side and is

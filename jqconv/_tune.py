@@ -33,7 +33,7 @@ def tune(
     Parameters
     ----------
     fn : callable
-        Any function that JAX can trace.
+        Any function that JAX can trace; with static arguments, one that ``jax.jit`` made.
     *args, **kwargs
         Its arguments; arrays may be ``jax.ShapeDtypeStruct``.
     exhaustive : bool, default False
@@ -52,7 +52,8 @@ def tune(
     RuntimeError
         If there is no NVIDIA GPU here.
     ValueError
-        If `exhaustive` under ``config.deterministic``, where nothing is chosen by time.
+        If `exhaustive` under ``config.deterministic`` or in one of several JAX processes, where
+        nothing is chosen by time.
 
     Examples
     --------
@@ -66,10 +67,10 @@ def tune(
             "jqconv.tune needs an NVIDIA GPU that JAX can use; there is only "
             f"{jax.devices()[0].device_kind}"
         )
-    if exhaustive and _policy.settings().deterministic:
+    if exhaustive and (_policy.settings().deterministic or jax.process_count() > 1):
         raise ValueError(
-            "exhaustive=True chooses by time, which jqconv.config.deterministic rules out; "
-            "leave out one of the two"
+            "exhaustive=True chooses by time, which jqconv.config.deterministic, and several "
+            "processes that compile one program, rule out; tune in a process of its own"
         )
     found = _collect.convolutions(fn, *args, **kwargs)
     specs = {one.spec for one in found if not one.pinned and _choice.is_open(one.spec)}
@@ -90,10 +91,12 @@ def _search_all(
             else:
                 _choice.get(spec, device)
 
-    with (
-        ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="jqconv-tune") as pool,
-        tqdm(total=len(specs), desc="tuning", unit="conv", disable=not progress) as bar,
-    ):
-        for done in as_completed([pool.submit(search, spec) for spec in specs]):
-            done.result()
-            bar.update()
+    pool = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="jqconv-tune")
+    try:
+        with tqdm(total=len(specs), desc="tuning", unit="conv", disable=not progress) as bar:
+            for done in as_completed([pool.submit(search, spec) for spec in specs]):
+                done.result()
+                bar.update()
+    finally:
+        # After an error, or Ctrl-C: what has not begun is not begun.
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
 """The differentiable core of conv2d: codes, scales and float views in, codes or floats out.
 
-A custom VJP. Its forward rule chooses the algorithms of all the convolutions that forward and
-backward run; they travel in the residuals as static metadata, and the backward rule runs what it
-finds there. The residuals are codes and bits.
+A custom VJP. Its forward rule looks up the algorithms of fprop, dgrad and wgrad; they travel in
+the residuals as static metadata, and the backward rule runs what it finds there. The residuals are
+codes and bits.
 """
 
 from __future__ import annotations
@@ -345,13 +345,9 @@ _fused_conv = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _fused_conv.defvjp(_conv_fwd, _conv_bwd, symbolic_zeros=True)
 
 
+# As _qtensor._quantize: for jax.shard_map outside of jit, and one dispatch instead of many. Its
+# trace shows the algorithms known when it was made; what runs is settled when it is lowered.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def fused_conv(call: Call, ops: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Return the output, codes or floats, and the codes' float view where one is carried."""
-    return _jitted(call, _choice.choices_made(), ops)
-
-
-# As _qtensor._quantize: for jax.shard_map outside of jit, and one dispatch instead of many. A trace
-# holds what was known when it was made: `choices_made` makes room for another.
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _jitted(call: Call, choices_made: int, ops: Operands) -> tuple[jax.Array, jax.Array | None]:
     return _fused_conv(call, ops)

@@ -130,7 +130,9 @@ def import_from(file: str | os.PathLike[str]) -> int:
     RuntimeError
         If the store is off.
     """
-    return _required().import_from(file)
+    count = _required().import_from(file)
+    _policy.choices_changed()
+    return count
 
 
 def _required() -> Store:

@@ -58,7 +58,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(_native, "resolve", gpu.resolve)
     monkeypatch.setattr(_native, "serialize", gpu.serialize)
     monkeypatch.setattr(_native, "is_built", lambda: True)
-    monkeypatch.setattr(_native, "versions", lambda: {"cudnn": gpu.cudnn})
+    monkeypatch.setattr(_native, "versions", lambda: {"cudnn": gpu.cudnn, "frontend": "1.28.0"})
     monkeypatch.setattr(_choice, "target_gpu", lambda: gpu)
     monkeypatch.setattr(_choice, "_local_gpu", {0: gpu}.get)
     monkeypatch.setattr(_choice, "_choices", _choice._Choices())
@@ -513,7 +513,7 @@ def test_a_choice_can_be_replaced(gpu, store, restart):
     assert _choice.known(spec(), gpu) == better
     restart()
     assert _choice.known(spec(), gpu) == better
-    assert _choice._choice_for_handler(0, str(spec())) == str(better.algorithm)
+    assert _choice._choice_for_handler(0, str(spec()))[0] == str(better.algorithm)
 
 
 @pytest.mark.parametrize("search", ["tune", "heuristic"])
@@ -595,16 +595,16 @@ def test_handlers_get_the_plan_that_was_built(gpu, store, algorithm):
 
 def test_handlers_get_the_choice_for_a_program_that_names_none(gpu, store):
     text = str(spec())
-    assert _choice._choice_for_handler(0, text) is None
+    assert _choice._choice_for_handler(0, text)[0] is None
     settle_with("heuristic", spec())
-    assert _choice._choice_for_handler(0, text) == HEURISTIC["fprop"]
+    assert _choice._choice_for_handler(0, text)[0] == HEURISTIC["fprop"]
     settle_with("tune", spec())
-    assert _choice._choice_for_handler(0, text) == TUNED["fprop"]
-    assert _choice._choice_for_handler(1, text) is None
+    assert _choice._choice_for_handler(0, text)[0] == TUNED["fprop"]
+    assert _choice._choice_for_handler(1, text)[0] is None
     with using(deterministic=True):
-        assert _choice._choice_for_handler(0, text) is None
+        assert _choice._choice_for_handler(0, text)[0] is None
     with using(cache_dir=""):
-        assert _choice._choice_for_handler(0, text) is None
+        assert _choice._choice_for_handler(0, text)[0] is None
 
 
 @pytest.mark.parametrize("algorithm", [PADDED, "xla"])
@@ -614,7 +614,7 @@ def test_handlers_get_no_choice_that_takes_more_than_a_handler(gpu, store, algor
     if before:
         settle_with("heuristic", spec())
     assert str(settle_with("tune", spec())) == algorithm
-    assert _choice._choice_for_handler(0, str(spec())) == before
+    assert _choice._choice_for_handler(0, str(spec()))[0] == before
 
 
 @pytest.mark.parametrize("search", ["tune", "heuristic"])
@@ -722,3 +722,31 @@ def test_a_plan_that_cannot_be_stored_fails_no_run(gpu, store, restart, monkeypa
     assert [entry.record["kind"] for entry in store.entries()] == ["choice"]
     restart()
     assert _choice.choose(spec()) == settled
+
+
+def test_another_store_gets_what_is_known_already(gpu, tmp_path):
+    """So that a store of its own can be shipped with a model that has run before."""
+    for place in ("first", "second"):
+        with using(cache_dir=tmp_path / place, search="tune"):
+            _choice.settle(spec())
+            kinds = [entry.record["kind"] for entry in _policy.store().entries()]
+        assert sorted(kinds) == ["choice", "plan"]
+    assert jqconv.search_counts()["fprop"] == 1
+
+
+def test_a_plan_that_was_lost_is_stored_again(gpu, store, restart):
+    settle_with("tune", spec())
+    (plan,) = [entry for entry in store.entries() if entry.record["kind"] == "plan"]
+    (
+        store.root
+        / next(p.name for p in store.root.iterdir() if plan.key in p.read_text("latin-1"))
+    ).unlink()
+    restart()
+    settle_with("tune", spec())
+    assert plan.key in [entry.key for entry in store.entries()]
+
+
+def test_handlers_are_told_to_be_deterministic(gpu, store):
+    assert _choice._choice_for_handler(0, str(spec())) == (None, False)
+    with using(deterministic=True):
+        assert _choice._choice_for_handler(0, str(spec())) == (None, True)

@@ -99,7 +99,7 @@ def gpu(monkeypatch):
     """A GPU that is only pretended, with nothing chosen yet."""
     monkeypatch.setattr(_choice, "target_gpu", H200)
     monkeypatch.setattr(_choice._native, "is_built", lambda: True)
-    monkeypatch.setattr(_choice._native, "versions", lambda: {"cudnn": 91900})
+    monkeypatch.setattr(_choice._native, "versions", lambda: {"cudnn": 91900, "frontend": "1.28.0"})
     monkeypatch.setattr(_choice, "_choices", _choice._Choices())
 
 
@@ -178,7 +178,14 @@ def test_the_floor_is_bytes_or_operations_whichever_is_longer():
 
 @pytest.mark.parametrize(
     ("kind", "int8"),
-    [("NVIDIA H200", 1979e12), ("NVIDIA A100-SXM4-40GB", 624e12), ("NVIDIA L40S", 733e12)],
+    [
+        ("NVIDIA H200", 1979e12),
+        ("NVIDIA H200 NVL", 1671e12),
+        ("NVIDIA A100-SXM4-40GB", 624e12),
+        ("NVIDIA L40S", 733e12),
+        ("NVIDIA L40", 362e12),
+        ("NVIDIA L4", 242e12),
+    ],
 )
 def test_limits_are_found_by_the_device_s_name(kind, int8):
     assert _explain.limits_of(kind).int8 == int8
@@ -186,6 +193,7 @@ def test_limits_are_found_by_the_device_s_name(kind, int8):
 
 def test_an_unknown_device_has_no_limits():
     assert _explain.limits_of("TPU v9") is None
+    assert _explain.limits_of("NVIDIA GH200 480GB") is None
 
 
 @pytest.mark.usefixtures("gpu")
@@ -212,3 +220,16 @@ def test_the_module_reports_and_tests_itself(tmp_path):
     for section in ("installed:", "device:", "handlers:", "settings:", "store:", "self-test:"):
         assert section in done.stdout
     assert "passed on" in done.stdout
+
+
+def test_static_arguments_are_those_of_the_jitted_function():
+    def model(x, w, act):
+        return scaled(x, w, activation="relu" if act else None)
+
+    (row,) = jqconv.explain(jax.jit(model, static_argnums=2), X, W, True).rows
+    assert str(row.spec.activation) == "relu"
+
+
+def test_eager_calls_work_without_jit():
+    with jax.disable_jit():
+        assert scaled(X, W).shape == (2, 8, 8, 16)

@@ -157,3 +157,65 @@ def test_the_core_of_an_algorithm_is_what_the_handler_takes():
     assert core.x_dtype == core.w_dtype == "bfloat16"
     assert (core.strides, core.w_shape) == ((1, 1), (8, 4, 4, 12))
     assert str(named) == "bf16/szbr:eng4_k24=26@91900"
+
+
+def random_spec(rng):
+    """Any convolution at all: groups, strides and dilation together, windows of every size."""
+    groups = int(rng.choice([1, 1, 2, 3, 8, 1366]))
+    c_group, k_group = (int(rng.integers(1, 3 if groups > 8 else 20)) for _ in "ck")
+    window, strides, dilation = (tuple(map(int, rng.integers(1, n, 2))) for n in (8, 4, 3))
+    return ConvSpec(
+        x_shape=(int(rng.integers(0, 3)), *map(int, rng.integers(1, 24, 2)), groups * c_group),
+        w_shape=(groups * k_group, *window, c_group),
+        strides=strides,
+        dilation=dilation,
+        padding=((int(rng.integers(0, 4)), 0), (1, int(rng.integers(0, 4)))),
+        groups=groups,
+        multiplier="channel",
+    )
+
+
+def test_any_convolution_has_its_forms(rng):
+    refusals = []
+    for _ in range(500):
+        spec = random_spec(rng)
+        for form in _forms.forms(spec):
+            assert _forms.present(spec, form).core.y_shape[:3] == spec.y_shape[:3]
+        for name in ("padded64", "dense+widened", "space_to_depth"):
+            try:
+                check_legal(spec, Algorithm.parse(f"{name}/s:eng4@91900"))
+            except ValueError as error:
+                refusals.append(str(error))
+    assert refusals
+    assert all("does not fit fprop" in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ConvSpec(x_shape=(1, 7, 7, 768), w_shape=(768, 7, 7, 1), groups=768, multiplier="channel"),
+        ConvSpec(
+            x_shape=(1, 9, 9, 1152), w_shape=(1152, 5, 5, 1), groups=1152, multiplier="scalar"
+        ),
+        ConvSpec(
+            x_shape=(1, 9, 9, 8),
+            w_shape=(8, 3, 3, 4),
+            groups=2,
+            strides=(2, 2),
+            multiplier="scalar",
+        ),
+    ],
+    ids=["ConvNeXt", "EfficientNet", "strided groups"],
+)
+def test_a_form_that_does_not_fit_leaves_the_others(spec):
+    forms = _forms.forms(spec)
+    assert forms[0] == "int8"
+    assert "space_to_depth" not in forms
+    assert ("dense" in forms) == (spec.groups == 2)
+
+
+def test_forms_need_no_rank_promotion(rng):
+    spec = spec_of("groups")
+    operands = operands_of(spec, rng)
+    with jax.numpy_rank_promotion("raise"):
+        run(spec, "dense", operands)

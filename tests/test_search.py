@@ -108,6 +108,7 @@ def lab(monkeypatch):
     lab = Lab()
     monkeypatch.setattr(_native, "propose", lab.propose)
     monkeypatch.setattr(_native, "resolve", lab.resolve)
+    monkeypatch.setattr(_native, "forget", lambda *plan: None)
     monkeypatch.setattr(_search, "time_plans", lab.time_plans)
     monkeypatch.setattr(_search._Search, "_program", lambda *args: lab.program(*args))
     monkeypatch.setattr(_search, "_seconds", lab.seconds)
@@ -553,7 +554,7 @@ def test_a_search_works_while_a_program_is_lowered(real_programs, monkeypatch):
     monkeypatch.setattr(_choice, "_choices", _choice._Choices())
     monkeypatch.setitem(_choice.searchers, "tune", lab.search)
     monkeypatch.setattr(_native, "is_built", lambda: True)
-    monkeypatch.setattr(_native, "versions", lambda: {"cudnn": 91900})
+    monkeypatch.setattr(_native, "versions", lambda: {"cudnn": 91900, "frontend": "1.28.0"})
 
     def layer(x, w):
         return jqconv.qconv2d(x, w, 0.1)
@@ -631,3 +632,56 @@ def test_few_channels_are_padded_to_multiples_of_16_and_64(c, k):
         for channels in (k, up(k, multiple))
     }
     assert shapes == wanted | {(k, 3, 3, c)}
+
+
+# What goes wrong.
+
+
+def out_of_memory(*args):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+def test_plans_that_cannot_be_timed_are_no_reason_not_to_run(lab, monkeypatch, caplog):
+    """cuDNN's first proposal runs, and nothing is stored: there may be more memory next time."""
+    lab.plan_us = out_of_memory
+    monkeypatch.setattr(_choice, "target_gpu", cpu)
+    monkeypatch.setattr(_choice, "_choices", _choice._Choices())
+    monkeypatch.setitem(_choice.searchers, "tune", lab.search)
+    monkeypatch.setattr(_native, "is_built", lambda: True)
+    monkeypatch.setattr(_native, "versions", lambda: {"cudnn": 91900, "frontend": "1.28.0"})
+    first = ("int8/s:eng3@91900", "")
+    resolve = lab.resolve
+    monkeypatch.setattr(
+        _native, "resolve", lambda s, a, *rest: resolve(s, a, *rest) if a else first
+    )
+    with jqconv.config.using(search="tune"):
+        assert str(_choice.settle(PLAIN)) == "int8/s:eng3@91900"
+    assert any("could be timed" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("form", ["int8", "dense", "xla"])
+def test_a_program_that_does_not_run_is_left_out(lab, form):
+    lab.plan_us = form_times(int8=10, dense=9)
+    works = form_times(int8=12, dense=8, xla=11)
+    lab.program_us = lambda name: out_of_memory() if name == form else works(name)
+    choice = lab.search(GROUPED)
+    assert choice.algorithm.form == {"int8": "dense", "dense": "xla", "xla": "dense"}[form]
+    assert all(math.isfinite(trial.microseconds) for trial in choice.trials)
+
+
+def test_where_no_program_runs_the_plainest_form_is_taken(lab):
+    lab.plan_us = form_times(int8=10, dense=9)
+    lab.program_us = out_of_memory
+    choice = lab.search(GROUPED)
+    assert choice.algorithm.form == "int8"
+    assert choice.microseconds == 10
+
+
+def test_the_plans_that_lose_are_dropped(lab, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(
+        _native, "forget", lambda spec, algorithm, device: forgotten.append(algorithm)
+    )
+    choice = lab.search(PLAIN)
+    assert str(choice.algorithm) not in forgotten
+    assert len(forgotten) == len(choice.trials) - 1

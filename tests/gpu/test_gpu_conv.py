@@ -332,6 +332,7 @@ def test_choice_stands_in_the_jaxpr(rng, fresh):
     jax.make_jaxpr(jax.grad(loss))(leaves)
     assert sum(jqconv.search_counts().values()) == 0
     jax.grad(loss)(leaves)
+    jax.clear_caches()  # JAX keeps traces, which show what was known when they were made
     text = str(jax.make_jaxpr(jax.grad(loss))(leaves))
     assert len(re.findall(r"int8/sbzr:eng\d", text)) >= 1
     assert len(re.findall(r"bf16/c:eng\d", text)) >= 2
