@@ -4,7 +4,7 @@ The main entry is :func:`conv2d`; :func:`qconv2d` is the kernel alone, for infer
 """
 
 from jqconv import _search as _search  # puts its search where choices are made
-from jqconv import cache
+from jqconv import cache, nn
 from jqconv._algorithm import Algorithm, ConvAlgorithms
 from jqconv._choice import clear_algorithms, search_counts
 from jqconv._conv import conv2d, qconv2d
@@ -26,6 +26,7 @@ __all__ = [
     "config",
     "conv2d",
     "explain",
+    "nn",
     "prepack",
     "qconv2d",
     "quantize",
