@@ -1,0 +1,227 @@
+"""BatchNorm folded into the convolution before it, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jqconv._qtensor import QTensor
+from jqconv.flax._model import Table, modules, qconvs, replace
+from jqconv.flax._qconv import QConv
+
+#: How far the folded model may be from the model, against the largest magnitude of its output.
+_ROUNDING = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+
+
+class Identity(nnx.Module):
+    """What is left where a BatchNorm was folded away: returns its first argument."""
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return `x`."""
+        return x
+
+
+class _Watched(nnx.Module):
+    """Stands in for a module while the model runs once, and keeps what it is given and returns."""
+
+    def __init__(self, module: nnx.Module, calls: _Calls) -> None:
+        self.module = module
+        self.calls = nnx.static(calls)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = self.module(x, *args, **kwargs)
+        self.calls.seen.append((self.module, x, y))
+        return y
+
+
+class _Calls:
+    """The calls of watched modules in order; arrays are kept, so that their ids stay theirs."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Any, Any]] = []
+
+    def of(self, module: nnx.Module) -> list[tuple[Any, Any]]:
+        """Return inputs and outputs of `module`."""
+        return [(x, y) for called, x, y in self.seen if called is module]
+
+
+def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
+    """Fold every BatchNorm that follows a convolution into it, in place.
+
+    With ``factor = scale / sqrt(var + epsilon)``, of the BatchNorm's scale, bias and running
+    statistics::
+
+        kernel = kernel * factor        bias = (bias - mean) * factor + norm_bias
+
+    The `norm` of a :class:`QConv` belongs to it. Elsewhere it is found by running the model once
+    which one follows which: a BatchNorm is folded where its input is the very array that a
+    convolution returned.
+
+    Parameters
+    ----------
+    model : flax.nnx.Module
+        In evaluation (``model.eval()``), where its BatchNorms use their running averages.
+    *example, **kwargs
+        Arguments of the model; their values do not matter.
+
+    Returns
+    -------
+    Table
+        Every BatchNorm and the convolution that it went into, or why it stayed.
+
+    Raises
+    ------
+    ValueError
+        If a BatchNorm uses the batch's statistics, or folding would change what the model computes,
+        as where a convolution's output goes elsewhere too; the model is then as it was.
+
+    Examples
+    --------
+    >>> rngs = nnx.Rngs(0)
+    >>> model = nnx.Sequential(nnx.Conv(3, 8, (3, 3), rngs=rngs), nnx.BatchNorm(8, rngs=rngs))
+    >>> model.eval()
+    >>> fold_batch_norm(model, jnp.ones((1, 8, 8, 3)))
+    batch norm  folded into  why
+    ----------  -----------  ---
+    layers.1    layers.0
+    """
+    named = {".".join(path): module for path, module in modules(model)}
+    norms = {name: m for name, m in named.items() if isinstance(m, nnx.BatchNorm)}
+    convs = {id(m): name for name, m in named.items() if isinstance(m, nnx.Conv)}
+    for name, norm in norms.items():
+        if not norm.use_running_average:
+            raise ValueError(
+                f"{name} uses the statistics of the batch; put the model into evaluation first, "
+                "with model.eval()"
+            )
+    _check_scales(named)
+    owners = {id(m.norm): m for m in named.values() if isinstance(m, QConv) and m.norm is not None}
+    before, calls = _watch(model, owners.keys(), example, kwargs)
+    pairs: dict[int, tuple[nnx.Conv, nnx.BatchNorm]] = {}
+    rows = []
+    for name, norm in norms.items():
+        conv, why = (owners[id(norm)], "") if id(norm) in owners else _conv_before(norm, calls)
+        rows.append((name, "" if conv is None else convs[id(conv)], why))
+        if conv is not None:
+            pairs[id(norm)] = (conv, norm)
+    _fold_all(model, list(pairs.values()), before, example, kwargs)
+    return Table(("batch norm", "folded into", "why"), tuple(rows))
+
+
+def _check_scales(named: dict[str, nnx.Module]) -> None:
+    for name, module in named.items():
+        if isinstance(module, QConv) and module.mode == "train" and not module.per_channel:
+            raise ValueError(
+                f"{name} has one scale for all channels of its kernel, which folding would make "
+                "differ: fold before calibrating, or use per_channel=True"
+            )
+
+
+def _watch(model: Any, owned: Collection[int], example: Any, kwargs: Any) -> tuple[Any, _Calls]:
+    """Run the model once, and return its output and the calls of convolutions and BatchNorms.
+
+    Those with an id in `owned` are not watched.
+    """
+    calls = _Calls()
+    watched = {
+        id(module): _Watched(module, calls)
+        for _, module in modules(model)
+        if isinstance(module, nnx.Conv | nnx.BatchNorm) and id(module) not in owned
+    }
+    replace(model, watched)
+    try:
+        return model(*example, **kwargs), calls
+    finally:
+        replace(model, {id(stand_in): stand_in.module for stand_in in watched.values()})
+
+
+def _conv_before(norm: nnx.BatchNorm, calls: _Calls) -> tuple[nnx.Conv | None, str]:
+    """Return the convolution that `norm` can be folded into; None and why where there is none."""
+    given = calls.of(norm)
+    if len(given) != 1:
+        return None, f"called {len(given)} times"
+    ((x, _),) = given
+    conv = next((m for m, _, y in calls.seen if y is x and isinstance(m, nnx.Conv)), None)
+    if conv is None:
+        return None, "its input is not a convolution's output"
+    if len(calls.of(conv)) != 1:
+        return None, "the convolution before it is called more than once"
+    if norm.axis not in (-1, x.ndim - 1):
+        return None, f"it normalizes axis {norm.axis}, not the channels"
+    return conv, ""
+
+
+def _fold_all(
+    model: Any,
+    pairs: list[tuple[nnx.Conv, nnx.BatchNorm]],
+    before: Any,
+    example: Any,
+    kwargs: Any,
+) -> None:
+    """Fold, and take it back if the model then computes something else."""
+    kept = [(conv, nnx.clone(conv)) for conv, _ in pairs]
+    identities = [(norm, Identity()) for _, norm in pairs]
+    for conv, norm in pairs:
+        _fold(conv, norm)
+    owners = {
+        id(norm): conv for conv, norm in pairs if isinstance(conv, QConv) and conv.norm is norm
+    }
+    for owner in owners.values():
+        owner.norm = None
+    replace(model, {id(norm): identity for norm, identity in identities})
+    # Codes may move at ties.
+    rounding = 5e-2 if any(layer.mode == "train" for layer in qconvs(model).values()) else 0.0
+    if _is_close(before, model(*example, **kwargs), rounding):
+        return
+    for conv, before_folding in kept:
+        conv.kernel[...] = before_folding.kernel[...]
+        conv.bias, conv.use_bias = before_folding.bias, before_folding.use_bias
+        if isinstance(conv, QConv) and isinstance(before_folding, QConv):
+            conv.kernel_scale[...] = before_folding.kernel_scale[...]
+    replace(model, {id(identity): norm for norm, identity in identities})
+    for norm, _ in identities:
+        if id(norm) in owners:
+            owners[id(norm)].norm = norm
+    raise ValueError(
+        "folding would change what the model computes on the example: some convolution's output "
+        "goes elsewhere beside its BatchNorm"
+    )
+
+
+def _fold(conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
+    scale = 1.0 if norm.scale is None else norm.scale[...].astype(jnp.float32)
+    shift = 0.0 if norm.bias is None else norm.bias[...].astype(jnp.float32)
+    factor = scale * jax.lax.rsqrt(norm.var[...].astype(jnp.float32) + norm.epsilon)
+    kernel = conv.kernel[...]
+    bias = jnp.zeros(()) if conv.bias is None else conv.bias[...].astype(jnp.float32)
+    conv.kernel[...] = (kernel.astype(jnp.float32) * factor).astype(kernel.dtype)
+    if isinstance(conv, QConv):  # its codes stay what they are
+        conv.kernel_scale[...] = conv.kernel_scale[...] * jnp.abs(factor)
+    # A variable of its own: the one that there was may be kept elsewhere, to take this back.
+    folded = (bias - norm.mean[...].astype(jnp.float32)) * factor + shift
+    conv.bias = nnx.data(nnx.Param(folded.astype(kernel.dtype)))
+    conv.use_bias = True
+
+
+def _is_close(before: Any, after: Any, rounding: float) -> bool:
+    """Whether two outputs, trees of arrays, differ by no more than rounding."""
+    before, after = jax.tree.map(_as_float, (before, after), is_leaf=_is_quantized)
+    return all(
+        bool(
+            jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)), initial=0.0)
+            <= max(rounding, _ROUNDING.get(a.dtype.name, 0.0)) * jnp.max(jnp.abs(a), initial=0.0)
+        )
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    )
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QTensor)
+
+
+def _as_float(leaf: Any) -> Any:
+    return leaf.dequantize() if isinstance(leaf, QTensor) else leaf

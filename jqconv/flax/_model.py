@@ -1,0 +1,355 @@
+"""From a trained float model to an int8 one: quantize, calibrate, look, freeze."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from tqdm.auto import tqdm
+
+from jqconv.flax._qconv import Freezing, Mode, QConv, _freezing
+
+Path: TypeAlias = tuple[str, ...]
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text under a header; prints aligned, in a notebook too."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        lines = [self.header, tuple("-" * width for width in widths), *self.rows]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self.rows)
+        return f"<table>{row(self.header, 'th')}{body}</table>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """How much of each layer's output is lost to int8; see :func:`sensitivity`.
+
+    Parameters
+    ----------
+    sqnr : dict of str to float
+        For each layer by its path: the signal-to-quantization-noise ratio in decibels.
+    """
+
+    sqnr: dict[str, float]
+
+    def __str__(self) -> str:
+        rows = sorted(self.sqnr.items(), key=lambda item: item[1])
+        return str(Table(("layer", "SQNR dB"), tuple((name, f"{db:.1f}") for name, db in rows)))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the layers' ratios as bars, in the model's order.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; new axes by default.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+
+        Raises
+        ------
+        ImportError
+            Without matplotlib.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("Sensitivity.plot draws with matplotlib; install it") from error
+        if ax is None:
+            height = 1 + 0.2 * len(self.sqnr)
+            _, ax = plt.subplots(figsize=(7, height), layout="constrained")
+        ax.barh(list(self.sqnr), list(self.sqnr.values()))
+        ax.invert_yaxis()
+        ax.set(xlabel="SQNR, dB", title="int8 against float, layer by layer")
+        return ax
+
+
+# --- walking a model ------------------------------------------------------------------------------
+
+
+def qconvs(model: nnx.Module) -> dict[str, QConv]:
+    """Return the QConv layers of `model` by path, each once."""
+    return {_name(path): layer for path, layer in modules(model) if isinstance(layer, QConv)}
+
+
+def set_mode(model: nnx.Module, mode: Mode) -> None:
+    """Set the mode of every QConv in `model`; see :class:`QConv`."""
+    for layer in qconvs(model).values():
+        layer.mode = mode
+
+
+def modules(model: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+    """Yield the modules of `model` with their paths, in the order of definition."""
+    for path, module in list(nnx.iter_modules(model)):
+        yield tuple(str(key) for key in path), module
+
+
+def _name(path: Path) -> str:
+    return ".".join(path)
+
+
+def replace(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> None:
+    """Put other modules in the places of those with these ids, everywhere in `model`."""
+    for _, parent in list(modules(model)):
+        if isinstance(parent, nnx.List):
+            for index, child in enumerate(parent):
+                if id(child) in replacements:
+                    parent[index] = replacements[id(child)]
+            continue
+        for name, child in list(vars(parent).items()):
+            if isinstance(child, nnx.Module) and id(child) in replacements:
+                setattr(parent, name, replacements[id(child)])
+
+
+# --- the pipeline ---------------------------------------------------------------------------------
+
+
+def quantize(
+    model: nnx.Module,
+    *,
+    skip: Collection[str] | Callable[[str, nnx.Conv], bool] = (),
+    first_in_float: bool = False,
+    last_in_float: bool = False,
+    **options: Any,
+) -> Table:
+    """Replace every convolution of `model` that jqconv can run by a :class:`QConv`, in place.
+
+    Nothing is quantized yet: the layers are in float, with the parameters that they had.
+    :func:`calibrate` comes next. Activations and additions around the convolutions stay where they
+    are; a model that is written with QConv has them inside, and passes int8 from layer to layer.
+
+    Parameters
+    ----------
+    model : flax.nnx.Module
+        A model, not itself a convolution.
+    skip : collection of str, or callable
+        Paths of convolutions to leave alone, as the report names them; or a function of the path
+        and the layer that says so.
+    first_in_float, last_in_float : bool, default False
+        Whether to leave the first or the last convolution, in the order of definition, alone: they
+        are often the most sensitive ones.
+    **options
+        Those of QConv that quantization adds: `observer`, `per_channel`, `learned_scales`, ...
+
+    Returns
+    -------
+    Table
+        Every convolution, what became of it, and why.
+
+    Raises
+    ------
+    ValueError
+        If a path in `skip` is no convolution of the model.
+    """
+    convs = {
+        _name(path): conv
+        for path, conv in modules(model)
+        if isinstance(conv, nnx.Conv) and not isinstance(conv, QConv)
+    }
+    if not callable(skip) and (unknown := sorted(set(skip) - convs.keys())):
+        raise ValueError(
+            f"skip names {', '.join(unknown)}, but the convolutions are {', '.join(convs)}"
+        )
+    ends = {
+        name: reason
+        for name, reason, wanted in (
+            (next(iter(convs), ""), "the first convolution", first_in_float),
+            (next(reversed(convs), ""), "the last convolution", last_in_float),
+        )
+        if wanted
+    }
+    replacements, rows = {}, []
+    for name, conv in convs.items():
+        skipped = skip(name, conv) if callable(skip) else name in skip
+        reason = "skipped as asked" if skipped else ends.get(name, "")
+        if not reason:
+            try:
+                replacements[id(conv)] = QConv.from_conv(conv, **options)
+            except ValueError as error:
+                reason = str(error)
+        rows.append((name, "float" if reason else "int8", reason))
+    replace(model, replacements)
+    return Table(("convolution", "runs in", "why"), tuple(rows))
+
+
+def calibrate(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    *,
+    call: Callable[[Any, Any], Any] | None = None,
+    progress: bool = True,
+) -> None:
+    """Choose every scale of `model` from what passes through it, and let it compute quantized.
+
+    The QConv layers run in float and observe; then they have scales, and are in mode ``"train"``.
+    Put layers that behave differently in training, such as BatchNorm, into evaluation before.
+
+    Parameters
+    ----------
+    model : flax.nnx.Module
+        With QConv layers.
+    batches : iterable
+        Inputs; a few hundred typical examples are enough.
+    call : callable, optional
+        How to run the model on a batch; ``model(batch)`` by default.
+    progress : bool, default True
+        Whether to show a progress bar on stderr.
+
+    Raises
+    ------
+    ValueError
+        If the model has no QConv, there are no batches, or a layer was not reached.
+    """
+    layers = _layers_of(model)
+    run = call or (lambda model, batch: model(batch))
+    step = nnx.jit(lambda model, batch: (run(model, batch), None)[1])
+    before = {name: layer.mode for name, layer in layers.items()}
+    set_mode(model, "observe")
+    count = 0
+    try:
+        for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
+            step(model, batch)
+            count += 1
+        if count == 0:
+            raise ValueError("there are no batches to calibrate with")
+        idle = [name for name, layer in layers.items() if not bool(jnp.any(layer.x_seen[...]))]
+        if idle:
+            raise ValueError(
+                f"no values reached {', '.join(idle)} during calibration (or only zeros): call "
+                "the model so that every QConv runs, or take those out"
+            )
+    except BaseException:
+        for name, layer in layers.items():
+            layer.mode = before[name]
+        raise
+    for layer in layers.values():
+        layer.set_scales()
+    set_mode(model, "train")
+
+
+def sensitivity(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    *,
+    call: Callable[[Any, Any], Any] | None = None,
+) -> Sensitivity:
+    """Measure what int8 costs each layer of a calibrated model, given float inputs.
+
+    Parameters
+    ----------
+    model : flax.nnx.Module
+        After :func:`calibrate`. Its modes are as before afterwards.
+    batches : iterable
+        Inputs.
+    call : callable, optional
+        As for :func:`calibrate`.
+
+    Returns
+    -------
+    Sensitivity
+        Ratios in decibels: ``10 * log10(sum(y**2) / sum((q - y)**2))``, with y the layer's float
+        output and q the quantized one. Prints as a table, the worst layer first.
+
+    Raises
+    ------
+    ValueError
+        If the model has no QConv.
+    """
+    layers = _layers_of(model)
+    run = call or (lambda model, batch: model(batch))
+    step = nnx.jit(lambda model, batch: (run(model, batch), None)[1])
+    before = {name: layer.mode for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.sqnr[...] = jnp.zeros(2)
+    set_mode(model, "compare")
+    try:
+        for batch in batches:
+            step(model, batch)
+    finally:
+        for name, layer in layers.items():
+            layer.mode = before[name]
+    return Sensitivity({name: _decibels(*layer.sqnr[...]) for name, layer in layers.items()})
+
+
+def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
+    """Replace every QConv of a calibrated model by its int8 layer, in place.
+
+    The model is run once on `example`, so that each layer meets the scale of what it is given:
+    kernels are then packed, and multipliers and biases computed, for good.
+
+    Parameters
+    ----------
+    model : flax.nnx.Module
+        After :func:`calibrate`, trained further or not.
+    *example, **kwargs
+        Arguments of the model; one example is enough, its values do not matter.
+
+    Raises
+    ------
+    ValueError
+        If the model has no QConv, a layer is not calibrated or not reached by the example, or a
+        layer is called twice with different scales.
+    """
+    layers = _layers_of(model)
+    floating = [name for name, layer in layers.items() if layer.mode != "train"]
+    if floating:
+        raise ValueError(
+            f"{', '.join(floating)} not in mode 'train' but {layers[floating[0]].mode!r}: "
+            "calibrate the model before freezing it"
+        )
+    freezing = Freezing()
+    token = _freezing.set(freezing)
+    try:
+        model(*example, **kwargs)
+    finally:
+        _freezing.reset(token)
+    missed = [name for name, layer in layers.items() if id(layer) not in freezing.layers]
+    if missed:
+        raise ValueError(f"the example did not reach {', '.join(missed)}: give one that does")
+    replace(model, freezing.layers)
+
+
+def _layers_of(model: nnx.Module) -> dict[str, QConv]:
+    layers = qconvs(model)
+    if not layers:
+        raise ValueError("the model has no QConv: write it with them, or call quantize first")
+    return layers
+
+
+def _decibels(signal: jax.Array, noise: jax.Array) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(float(signal) / float(noise)) if signal > 0 else -math.inf

@@ -1,0 +1,533 @@
+"""The layer: a float convolution that learns how to be an int8 one, and the int8 one."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from flax.nnx.nn import linear as nnx_linear
+from jax.typing import DTypeLike
+
+from jqconv import _reference
+from jqconv._algorithm import AlgorithmLike
+from jqconv._conv import conv2d, qconv2d
+from jqconv._qtensor import PackedKernel, QTensor, quantize, to_ohwi
+from jqconv._spec import FLOAT_DTYPES, Activation
+from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale
+
+Mode: TypeAlias = Literal["float", "observe", "train", "compare"]
+Output: TypeAlias = Literal["float", "int8"]
+
+
+class Quant(nnx.Variable[Any]):
+    """What quantization adds to a model's state: fixed scales, statistics, int8 kernels."""
+
+
+class StepSize(nnx.Param[Any]):
+    """A scale that is learned; a parameter, so that optimizers find it."""
+
+
+class QConv(nnx.Conv):
+    """A 2-D convolution that runs in int8: `flax.nnx.Conv` with activation, residual and scales.
+
+    Takes the arguments of `flax.nnx.Conv`, whose parameters and meaning it has, so that it loads
+    that layer's checkpoints. What it computes hangs on `mode`, which the functions of
+    :mod:`jqconv.flax` set for a whole model:
+
+    ``"float"``
+        ``activation(norm(conv(x) + bias) + residual)`` in floating point, as it is made.
+    ``"observe"``
+        Likewise, and statistics of input and output are collected (:func:`calibrate`).
+    ``"train"``
+        The same quantized, through :func:`jqconv.conv2d`: quantization-aware training, and the
+        numbers that the frozen layer computes.
+    ``"compare"``
+        In float, and the error that quantization would make here is measured
+        (:func:`sensitivity`).
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Channels.
+    kernel_size : pair of int
+        Height and width.
+    strides, kernel_dilation : int or pair of int, default 1
+        For height and width.
+    padding : str, int or pairs, default "SAME"
+        ``"SAME"``, ``"VALID"``, an int, or one int or pair for each of height and width.
+    feature_group_count : int, default 1
+        Groups.
+    use_bias : bool, default True
+        Whether there is a bias.
+    dtype, param_dtype, precision, kernel_init, bias_init, rngs, kernel_metadata, bias_metadata
+        As for `flax.nnx.Conv`. `precision` is that of the float modes.
+    input_dilation, mask, conv_general_dilated, promote_dtype, preferred_element_type
+        Of `flax.nnx.Conv`; only their defaults are supported.
+    activation : str or (str, float), optional
+        Fused into the kernel; see :func:`jqconv.qconv2d`.
+    norm : flax.nnx.Module, optional
+        A BatchNorm between the convolution and the residual. It trains as anywhere, unfused;
+        :func:`fold_batch_norm` folds it into kernel and bias, which freezing needs.
+    output : {"float", "int8"}, default "float"
+        Whether the quantized modes return a float array or a QTensor, for the next layer in int8.
+    observer : str or Observer, default "mse"
+        How scales of input and output are made in calibration: ``"absmax"``,
+        ``"moving_average"``, ``"percentile"``, ``"mse"``, or an Observer with its options.
+    kernel_observer : str or Observer, default "absmax"
+        Likewise for the kernel.
+    per_channel : bool, default True
+        Whether each output channel's kernel has a scale of its own.
+    learned_scales : bool, default False
+        Whether scales are parameters that training changes (learned step sizes).
+    grad_dtype : dtype, default bfloat16
+        What the backward convolutions are carried in.
+    algorithm : optional
+        As for :func:`jqconv.conv2d`.
+
+    Raises
+    ------
+    ValueError
+        For what it does not do: other ranks than two spatial axes, input dilation, masks,
+        circular, reflecting or causal padding, functions of one's own.
+
+    Examples
+    --------
+    >>> layer = QConv(8, 16, (3, 3), activation="relu", rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 4, 4, 8))).shape
+    (1, 4, 4, 16)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None = 1,
+        *,
+        padding: Any = "SAME",
+        input_dilation: int | Sequence[int] | None = 1,
+        kernel_dilation: int | Sequence[int] | None = 1,
+        feature_group_count: int = 1,
+        use_bias: bool = True,
+        mask: jax.Array | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Any = nnx_linear.default_kernel_init,
+        bias_init: Any = nnx_linear.default_bias_init,
+        conv_general_dilated: Callable[..., Any] = jax.lax.conv_general_dilated,
+        promote_dtype: Any = dtypes.promote_dtype,
+        preferred_element_type: Any = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        activation: str | tuple[str, float] | None = None,
+        norm: nnx.Module | None = None,
+        output: Output = "float",
+        observer: ObserverLike = "mse",
+        kernel_observer: ObserverLike = "absmax",
+        per_channel: bool = True,
+        learned_scales: bool = False,
+        grad_dtype: DTypeLike = jnp.bfloat16,
+        algorithm: AlgorithmLike = None,
+    ) -> None:
+        _check_supported(
+            kernel_size,
+            padding,
+            input_dilation=(input_dilation, (None, 1, (1, 1), [1, 1])),
+            mask=(mask, (None,)),
+            conv_general_dilated=(conv_general_dilated, (jax.lax.conv_general_dilated,)),
+            promote_dtype=(promote_dtype, (dtypes.promote_dtype,)),
+            preferred_element_type=(preferred_element_type, (None,)),
+        )
+        if output not in get_args(Output):
+            raise ValueError(f"output={output!r} must be one of {', '.join(get_args(Output))}")
+        super().__init__(
+            in_features,
+            out_features,
+            tuple(kernel_size),  # type: ignore[arg-type]  # checked above
+            strides,
+            padding=padding,
+            kernel_dilation=kernel_dilation,
+            feature_group_count=feature_group_count,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+        )
+        self.mode: Mode = "float"
+        self.activation = Activation.parse(activation)
+        self.norm = nnx.data(norm)
+        self.output = output
+        self.observer = as_observer(observer)
+        self.kernel_observer = as_observer(kernel_observer)
+        self.per_channel = per_channel
+        self.grad_dtype = jnp.dtype(grad_dtype)
+        self.algorithm = algorithm
+        scale = StepSize if learned_scales else Quant
+        self.x_scale = scale(jnp.ones(()))
+        self.kernel_scale = scale(jnp.ones((out_features,) if per_channel else ()))
+        self.out_scale = scale(jnp.ones(()))
+        self.x_seen = Quant(self.observer.init())
+        self.out_seen = Quant(self.observer.init())
+        self.sqnr = Quant(jnp.zeros(2))  # sums of squares: of the output, of the error
+
+    def __call__(
+        self,
+        inputs: QTensor | jax.Array,
+        out_sharding: Any = None,
+        *,
+        residual: QTensor | jax.Array | None = None,
+    ) -> Any:
+        """Convolve.
+
+        Parameters
+        ----------
+        inputs : QTensor or Array
+            Of shape ``(..., H, W, C)`` with any number of leading axes.
+        out_sharding : optional
+            As for `flax.nnx.Conv`, in the float modes.
+        residual : QTensor or Array, optional
+            Of the output's shape, added before the activation.
+
+        Returns
+        -------
+        QTensor or Array
+            A QTensor in the quantized modes with ``output="int8"``.
+        """
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
+        freezing = _freezing.get()
+        if freezing is None and self.mode != "train":
+            return self._in_float(inputs, residual, out_sharding)
+        if out_sharding is not None:
+            raise ValueError("out_sharding is not supported by a quantized convolution")
+        batch = inputs.shape[:-3]
+        x, r = _flat(inputs), None if residual is None else _flat(residual)
+        if freezing is None:
+            return _unflat(self._quantized(x, r), batch)
+        frozen = Int8Conv._from(self, x, r)
+        freezing.add(self, frozen)
+        return _unflat(frozen(x, residual=r), batch)
+
+    # The modes.
+
+    def _in_float(self, inputs: Any, residual: Any, out_sharding: Any) -> jax.Array:
+        x = _as_float(inputs)
+        y = self._after(super().__call__(x, out_sharding=out_sharding), residual)
+        if self.mode == "observe":
+            self._observe(x, y)
+        if self.mode == "compare":
+            self._compare(x, residual, y)
+        return y
+
+    def _after(self, v: jax.Array, residual: Any) -> jax.Array:
+        """Return what follows the convolution, in float."""
+        if self.norm is not None:
+            v = self.norm(v)
+        if residual is not None:
+            v = v + _as_float(residual).astype(v.dtype)
+        return _reference.activate(self.activation, v)
+
+    def _observe(self, x: jax.Array, y: jax.Array) -> None:
+        x, y = jax.lax.stop_gradient((x, y))
+        self.x_seen[...] = self.observer.update(self.x_seen[...], x)
+        self.out_seen[...] = self.observer.update(self.out_seen[...], y)
+
+    def _compare(self, x: jax.Array, residual: Any, y: jax.Array) -> None:
+        q = self._quantized(_flat(x), None if residual is None else _flat(residual))
+        error = _as_float(_unflat(q, x.shape[:-3])).astype(jnp.float32) - y.astype(jnp.float32)
+        squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in (y, error)]
+        self.sqnr[...] = self.sqnr[...] + jnp.stack(squares)
+
+    def _quantized(self, x: QTensor | jax.Array, residual: Any) -> QTensor | jax.Array:
+        out_scale = self.out_scale[...] if self.output == "int8" else None
+        if self.norm is None:
+            return self._conv2d(x, residual=residual, out_scale=out_scale, **self._epilogue)
+        y = self._after(jnp.asarray(self._conv2d(x)), residual)
+        return y if out_scale is None else quantize(y, out_scale)
+
+    def _conv2d(self, x: QTensor | jax.Array, **epilogue: Any) -> QTensor | jax.Array:
+        is_float = epilogue.get("out_scale") is None
+        return conv2d(
+            x,
+            self.kernel[...].astype(jnp.float32),
+            None if self.bias is None else self.bias[...],
+            x_scale=None if isinstance(x, QTensor) else self.x_scale[...],
+            w_scale=self.kernel_scale[...],
+            out_dtype=self._float_dtype(x) if is_float else None,
+            grad_dtype=self.grad_dtype,
+            algorithm=self.algorithm,
+            **self._geometry,
+            **epilogue,
+        )
+
+    @property
+    def _geometry(self) -> dict[str, Any]:
+        return {
+            "strides": _pair(self.strides),
+            "padding": self.padding,
+            "dilation": _pair(self.kernel_dilation),
+            "groups": self.feature_group_count,
+        }
+
+    @property
+    def _epilogue(self) -> dict[str, Any]:
+        act = self.activation
+        if act is None or act.parameter is None:
+            return {"activation": act and act.name}
+        return {"activation": (act.name, act.parameter)}
+
+    def _float_dtype(self, x: Any) -> Any:
+        """Return the dtype of a float output, as the float layer has it."""
+        given = x.scale if isinstance(x, QTensor) else x
+        dtype = self.dtype or jnp.result_type(given.dtype, self.kernel[...].dtype)
+        return dtype if jnp.dtype(dtype).name in FLOAT_DTYPES else jnp.float32
+
+    # Calibration.
+
+    def set_scales(self) -> None:
+        """Make scales of what was observed, and of the kernel as it is now."""
+        self.x_scale[...] = self.observer.scale(self.x_seen[...])
+        self.out_scale[...] = self.observer.scale(self.out_seen[...])
+        self.kernel_scale[...] = kernel_scale(
+            self.kernel[...].astype(jnp.float32),
+            self.kernel_observer,
+            per_channel=self.per_channel,
+        )
+
+    @classmethod
+    def from_conv(cls, conv: nnx.Conv, **options: Any) -> QConv:
+        """Return a layer with the parameters of a float one, the very variables.
+
+        Parameters
+        ----------
+        conv : flax.nnx.Conv
+            The float layer.
+        **options
+            Those of quantization, such as `output` or `observer`.
+
+        Raises
+        ------
+        ValueError
+            If `conv` does what a QConv does not.
+        """
+        given = {
+            name: getattr(conv, name)
+            for name in (
+                "padding",
+                "input_dilation",
+                "kernel_dilation",
+                "feature_group_count",
+                "use_bias",
+                "mask",
+                "dtype",
+                "param_dtype",
+                "precision",
+                "conv_general_dilated",
+                "promote_dtype",
+                "preferred_element_type",
+            )
+        }
+        layer = cls(
+            conv.in_features,
+            conv.out_features,
+            conv.kernel_size,
+            conv.strides,
+            # Made only to be replaced: nothing random, nothing computed.
+            kernel_init=nnx.initializers.zeros_init(),
+            rngs=nnx.Rngs(0),
+            **given,
+            **options,
+        )
+        layer.kernel, layer.bias = conv.kernel, conv.bias
+        return layer
+
+
+class Int8Conv(nnx.Module):
+    """A frozen :class:`QConv`: int8 kernel packed, multiplier and bias computed once.
+
+    Made by :func:`freeze`. It has no gradient.
+    """
+
+    def __init__(
+        self,
+        kernel: jax.Array,
+        multiplier: jax.Array,
+        bias: jax.Array | None,
+        *,
+        x_scale: jax.Array,
+        residual_scale: jax.Array | None,
+        out_multiplier: jax.Array | None,
+        out_scale: jax.Array | None,
+        takes_codes: bool,
+        options: Mapping[str, Any],
+        out_dtype: DTypeLike,
+        algorithm: AlgorithmLike,
+    ) -> None:
+        self.kernel = Quant(kernel)
+        self.multiplier = Quant(multiplier)
+        self.bias = _variable(bias)
+        self.x_scale = Quant(x_scale)
+        self.residual_scale = _variable(residual_scale)
+        self.out_multiplier = _variable(out_multiplier)
+        self.out_scale = _variable(out_scale)
+        self.takes_codes = takes_codes
+        self.options = dict(options)
+        self.out_dtype = jnp.dtype(out_dtype)
+        self.algorithm = algorithm
+
+    @classmethod
+    def _from(cls, layer: QConv, x: Any, residual: Any) -> Int8Conv:
+        """Freeze `layer` for operands with these scales, folding the output's where it can be."""
+        if layer.norm is not None:
+            raise ValueError("a QConv with a norm cannot be frozen: call fold_batch_norm first")
+        is_int8 = layer.output == "int8"
+        activation = layer.activation
+        folds = is_int8 and (activation is None or activation.homogeneous)
+        inverse = 1 / layer.out_scale[...]
+        x_scale = x.scale if isinstance(x, QTensor) else layer.x_scale[...]
+        w_scale = layer.kernel_scale[...]
+        bias = None if layer.bias is None else layer.bias[...].astype(jnp.float32)
+        residual_scale = residual.scale if isinstance(residual, QTensor) else None
+        if folds and residual is not None:
+            residual_scale = inverse if residual_scale is None else residual_scale * inverse
+        kernel = quantize(layer.kernel[...].astype(jnp.float32), w_scale).values
+        return cls(
+            to_ohwi(kernel),
+            x_scale * w_scale * (inverse if folds else 1.0),
+            bias * inverse if folds and bias is not None else bias,
+            x_scale=x_scale,
+            residual_scale=residual_scale,
+            out_multiplier=inverse if is_int8 and not folds else None,
+            out_scale=layer.out_scale[...] if is_int8 else None,
+            takes_codes=isinstance(x, QTensor),
+            options=layer._geometry | layer._epilogue,
+            out_dtype=jnp.int8 if is_int8 else layer._float_dtype(x),
+            algorithm=layer.algorithm,
+        )
+
+    def __call__(self, inputs: Any, *, residual: Any = None) -> Any:
+        """Convolve as the layer did that this was made from: with the same kinds of operands.
+
+        Parameters
+        ----------
+        inputs : QTensor or Array
+            Of shape ``(..., H, W, C)``: a QTensor where the layer before returns one, of the scale
+            that it had when the model was frozen.
+        residual : QTensor or Array, optional
+            Likewise.
+
+        Returns
+        -------
+        QTensor or Array
+            As the layer's `output` says.
+        """
+        if isinstance(inputs, QTensor) != self.takes_codes:
+            expected = "a QTensor" if self.takes_codes else "a float array"
+            raise TypeError(f"the layer was frozen for {expected}, got {type(inputs).__name__}")
+        x = _flat(inputs)
+        codes = x.values if isinstance(x, QTensor) else quantize(x, self.x_scale[...]).values
+        r = None if residual is None else _flat(residual)
+        y = qconv2d(
+            codes,
+            PackedKernel(self.kernel[...]),
+            self.multiplier[...],
+            _value(self.bias),
+            residual=r.values if isinstance(r, QTensor) else r,
+            residual_scale=_value(self.residual_scale),
+            out_multiplier=_value(self.out_multiplier),
+            out_dtype=self.out_dtype,
+            algorithm=self.algorithm,
+            **self.options,
+        )
+        scale = _value(self.out_scale)
+        return _unflat(y if scale is None else QTensor(y, scale), inputs.shape[:-3])
+
+
+@dataclasses.dataclass
+class Freezing:
+    """The frozen layers of a model that is being frozen, by the id of the layer."""
+
+    layers: dict[int, Int8Conv] = dataclasses.field(default_factory=dict)
+
+    def add(self, layer: QConv, frozen: Int8Conv) -> None:
+        """Keep a frozen layer; one that is called twice must come to the same."""
+        before = self.layers.setdefault(id(layer), frozen)
+        if before is frozen:
+            return
+        same = jax.tree.map(
+            lambda a, b: bool(jnp.array_equal(a, b)), nnx.state(before), nnx.state(frozen)
+        )
+        if before.takes_codes != frozen.takes_codes or not all(jax.tree.leaves(same)):
+            raise ValueError(
+                "a QConv is called twice with operands of different kinds or scales, and cannot "
+                "be frozen into one int8 layer: give each call a layer of its own"
+            )
+
+
+_freezing: contextvars.ContextVar[Freezing | None] = contextvars.ContextVar(
+    "jqconv_freezing", default=None
+)
+
+
+def _check_supported(kernel_size: Any, padding: Any, **given: tuple[Any, tuple[Any, ...]]) -> None:
+    if isinstance(kernel_size, int) or len(kernel_size) != 2:
+        raise ValueError(
+            f"kernel_size={kernel_size!r}: QConv is two-dimensional; give (height, width), and "
+            "keep flax.nnx.Conv for other ranks"
+        )
+    if isinstance(padding, str) and padding not in ("SAME", "VALID"):
+        raise ValueError(
+            f"padding={padding!r} is not supported by QConv: use 'SAME', 'VALID', ints or pairs, "
+            "pad before it, or keep flax.nnx.Conv"
+        )
+    for name, (value, supported) in given.items():
+        if not any(value is one or (one is not None and value == one) for one in supported):
+            raise ValueError(f"{name} is not supported by QConv; keep flax.nnx.Conv for it")
+
+
+def _pair(value: int | Sequence[int] | None) -> Any:
+    return 1 if value is None else value if isinstance(value, int) else tuple(value)
+
+
+def _as_float(x: QTensor | jax.Array) -> jax.Array:
+    return x.dequantize() if isinstance(x, QTensor) else jnp.asarray(x)
+
+
+def _flat(x: Any) -> Any:
+    """Return `x` with its leading axes as one."""
+    if len(x.shape) == 4:
+        return x
+    return _reshape(x, (-1, *x.shape[-3:]))
+
+
+def _unflat(y: Any, batch: tuple[int, ...]) -> Any:
+    return y if len(batch) == 1 else _reshape(y, (*batch, *y.shape[1:]))
+
+
+def _reshape(x: Any, shape: tuple[int, ...]) -> Any:
+    if not isinstance(x, QTensor):
+        return jnp.reshape(x, shape)
+    view = None if x.fq is None else jnp.reshape(x.fq, shape)
+    return QTensor(jnp.reshape(x.values, shape), x.scale, x.zero_point, fq=view)
+
+
+def _variable(value: jax.Array | None) -> Any:
+    return nnx.data(None) if value is None else Quant(value)
+
+
+def _value(variable: Any) -> Any:
+    return None if variable is None else variable[...]

@@ -1,0 +1,624 @@
+"""QConv and the road from a float model to an int8 one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jqconv
+import jqconv.flax as jf
+from jqconv import QTensor
+
+SAME_OPTIONS = {
+    "plain": ((3, 3), {}),
+    "1x1, no bias": ((1, 1), {"use_bias": False}),
+    "strided": ((3, 3), {"strides": 2}),
+    "strides None": ((3, 3), {"strides": None}),
+    "uneven": ((3, 2), {"strides": (2, 1), "kernel_dilation": (1, 2)}),
+    "valid": ((3, 3), {"padding": "VALID"}),
+    "padding 1": ((3, 3), {"padding": 1}),
+    "padding of each side": ((3, 3), {"padding": ((2, 0), (1, 3))}),
+    "padding mixed": ((3, 3), {"padding": [1, (0, 2)]}),
+    "groups": ((3, 3), {"feature_group_count": 4}),
+    "bfloat16": ((3, 3), {"dtype": jnp.bfloat16}),
+    "bfloat16 parameters": ((3, 3), {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}),
+}
+
+
+def pair(kernel_size, **options):
+    """A QConv and the nnx.Conv that it stands for, with the same parameters."""
+    float_options = {
+        k: v for k, v in options.items() if k not in ("activation", "output", "learned_scales")
+    }
+    conv = nnx.Conv(8, 12, kernel_size, **float_options, rngs=nnx.Rngs(0))
+    return jf.QConv(8, 12, kernel_size, **options, rngs=nnx.Rngs(0)), conv
+
+
+def images(seed=0, shape=(2, 7, 6, 8), dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def calibrated(*layers, x=None, **calls):
+    """A model of QConv layers one after the other, calibrated."""
+    model = nnx.Sequential(*layers)
+    jf.calibrate(model, [images() if x is None else x], progress=False, **calls)
+    return model
+
+
+def decibels(want, got):
+    want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
+    return 10 * np.log10(np.sum(want**2) / np.sum((want - got) ** 2))
+
+
+# A drop-in for nnx.Conv.
+
+
+@pytest.mark.parametrize("name", SAME_OPTIONS)
+def test_in_float_it_is_nnx_conv(name):
+    kernel_size, options = SAME_OPTIONS[name]
+    layer, conv = pair(kernel_size, **options)
+    x = images(dtype=options.get("dtype", np.float32))
+    got, want = layer(x), conv(x)
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("name", SAME_OPTIONS)
+def test_quantized_it_comes_near(name):
+    kernel_size, options = SAME_OPTIONS[name]
+    layer, conv = pair(kernel_size, **options)
+    x = images(dtype=options.get("dtype", np.float32))
+    calibrated(layer, x=x)
+    got, want = layer(x), conv(x)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    assert decibels(want, got) > 30
+
+
+@pytest.mark.parametrize("shape", [(7, 6, 8), (2, 7, 6, 8), (3, 2, 7, 6, 8), (0, 7, 6, 8)])
+@pytest.mark.parametrize("mode", ["float", "train", "int8"])
+def test_leading_axes_are_those_of_nnx_conv(shape, mode):
+    layer, conv = pair((3, 3))
+    model = nnx.Sequential(layer)
+    if mode != "float":
+        jf.calibrate(model, [images()], progress=False)
+    if mode == "int8":
+        jf.freeze(model, images())
+    x = images(shape=shape)
+    assert model(x).shape == conv(x).shape
+
+
+def test_parameters_are_those_of_nnx_conv():
+    """So that its checkpoints load."""
+    layer, conv = pair((3, 3))
+    state, mine = nnx.state(conv, nnx.Param), nnx.state(layer, nnx.Param)
+    jax.tree.map(np.testing.assert_array_equal, mine, state)
+    other = nnx.Conv(8, 12, (3, 3), rngs=nnx.Rngs(7))
+    nnx.update(layer, nnx.state(other))
+    np.testing.assert_array_equal(layer.kernel[...], other.kernel[...])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kernel_size": 3}, "two-dimensional"),
+        ({"kernel_size": (3,)}, "two-dimensional"),
+        ({"kernel_size": (3, 3, 3)}, "two-dimensional"),
+        ({"padding": "CIRCULAR"}, "CIRCULAR"),
+        ({"padding": "CAUSAL"}, "CAUSAL"),
+        ({"input_dilation": 2}, "input_dilation"),
+        ({"mask": jnp.ones((3, 3, 8, 12))}, "mask"),
+        ({"conv_general_dilated": lambda *a, **k: None}, "conv_general_dilated"),
+        ({"output": "int4"}, "int4"),
+        ({"observer": "median"}, "median"),
+        ({"activation": "tanh"}, "tanh"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        jf.QConv(8, 12, **({"kernel_size": (3, 3)} | options), rngs=nnx.Rngs(0))
+
+
+def test_activation_and_residual_are_part_of_the_layer():
+    layer, conv = pair((3, 3), activation="relu")
+    x, r = images(), images(1, (2, 7, 6, 12))
+    want = nnx.relu(conv(x) + r)
+    np.testing.assert_array_equal(layer(x, residual=r), want)
+    model = nnx.Sequential(layer)
+    jf.calibrate(model, [x], call=lambda m, x: m.layers[0](x, residual=r), progress=False)
+    assert decibels(want, layer(x, residual=r)) > 30
+
+
+# Quantized: the numbers and gradients of conv2d.
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+def test_training_has_the_gradients_of_conv2d(learned):
+    layer, _ = pair((3, 3), activation="relu", learned_scales=learned)
+    calibrated(layer)
+    x = images(1)
+
+    def loss(layer):
+        return jnp.sum(layer(x) ** 2)
+
+    def same(kernel, bias, x_scale, w_scale):
+        y = jqconv.conv2d(x, kernel, bias, x_scale=x_scale, w_scale=w_scale, activation="relu")
+        return jnp.sum(y**2)
+
+    grads = nnx.grad(loss)(layer)
+    leaves = [layer.kernel[...], layer.bias[...], layer.x_scale[...], layer.kernel_scale[...]]
+    want = jax.grad(same, argnums=(0, 1, 2, 3))(*leaves)
+    names = ["kernel", "bias", "x_scale", "kernel_scale"]
+    assert {"x_scale", "kernel_scale"} <= set(grads) if learned else "x_scale" not in grads
+    for name, gradient in zip(names, want, strict=True):
+        if name in grads:
+            np.testing.assert_allclose(grads[name][...], gradient, rtol=1e-6)
+
+
+def test_learned_scales_are_parameters_and_fixed_ones_are_not():
+    for learned in (False, True):
+        layer, _ = pair((3, 3), learned_scales=learned)
+        names = set(nnx.state(layer, nnx.Param))
+        scales = {"x_scale", "kernel_scale", "out_scale"}
+        assert names == {"kernel", "bias"} | (scales if learned else set())
+
+
+def test_an_optimizer_trains_it():
+    layer, conv = pair((3, 3), learned_scales=False)
+    model = calibrated(layer)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.3), wrt=nnx.Param)
+    x, target = images(1), conv(images(1)) * 0.5
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - target) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_observers_are_silent_but_in_calibration():
+    layer, _ = pair((3, 3))
+    before = np.asarray(layer.x_seen[...])
+    layer(images())
+    np.testing.assert_array_equal(layer.x_seen[...], before)
+    model = calibrated(layer)
+    seen = np.asarray(layer.x_seen[...])
+    assert seen.sum() > 0
+    model(100 * images())
+    np.testing.assert_array_equal(layer.x_seen[...], seen)
+
+
+def test_it_maps_over_batches_of_images():
+    layer, _ = pair((3, 3))
+    calibrated(layer)
+    x = images(shape=(3, 2, 7, 6, 8))
+    np.testing.assert_array_equal(
+        nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(layer, x), layer(x)
+    )
+
+
+def test_state_splits_and_merges():
+    layer, _ = pair((3, 3), output="int8")
+    model = calibrated(layer)
+    graph, state = nnx.split(model)
+    again = nnx.merge(graph, state)
+    np.testing.assert_array_equal(again(images()).values, model(images()).values)
+    assert {
+        type(v) for v in jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    } == {
+        nnx.Param,
+        jf.Quant,
+    }
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_checkpoint_is_saved_and_restored(tmp_path, frozen):
+    ocp = pytest.importorskip("orbax.checkpoint")
+
+    def make(seed):
+        layers = [jf.QConv(8, 8, (3, 3), output="int8", rngs=nnx.Rngs(seed)) for _ in range(2)]
+        model = calibrated(*layers, x=images(seed))
+        if frozen:
+            jf.freeze(model, images(seed))
+        return model
+
+    model, other = make(0), make(1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", nnx.state(model))
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update(other, checkpointer.restore(tmp_path / "model", nnx.state(other)))
+    np.testing.assert_array_equal(other(images()).values, model(images()).values)
+    if not frozen:
+        jf.freeze(other, images())
+        jf.freeze(model, images())
+        np.testing.assert_array_equal(other(images()).values, model(images()).values)
+
+
+# Frozen.
+
+ACTIVATIONS = [None, "relu", "relu6", ("leaky_relu", 0.125), "silu", "gelu", "hard_swish"]
+
+
+class Two(nnx.Module):
+    """A layer, and one that takes its output and a residual."""
+
+    def __init__(self, activation, first, second, residual):
+        options = {"activation": activation, "rngs": nnx.Rngs(0)}
+        self.a = jf.QConv(8, 8, (3, 3), output=first, **options)
+        self.b = jf.QConv(8, 8, (3, 3), output=second, **options)
+        self.residual = residual
+
+    def __call__(self, x):
+        y = self.a(x)
+        r = {"none": None, "float": x, "codes": y}[self.residual]
+        return self.b(y, residual=r)
+
+
+def floats(y):
+    return np.asarray(y.dequantize() if isinstance(y, QTensor) else y)
+
+
+KINDS = [("int8", "int8"), ("int8", "float"), ("float", "float")]
+RESIDUALS = ["none", "float", "codes"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "outputs", "residual"),
+    [
+        (act, KINDS[i % 3], RESIDUALS[(i + j) % 3])
+        for i, act in enumerate(ACTIVATIONS)
+        for j in (0, 1)
+    ]
+    + [("relu", outputs, residual) for outputs in KINDS for residual in RESIDUALS],
+    ids=str,
+)
+def test_frozen_it_computes_what_it_was_trained_to(activation, outputs, residual):
+    model = Two(activation, *outputs, residual)
+    x = images()
+    want = model(x)
+    jf.calibrate(model, [x], progress=False)
+    trained = model(x)
+    jf.freeze(model, x[:1])
+    frozen = nnx.jit(lambda m, x: m(x))(model, x)
+    assert isinstance(frozen, QTensor) == (outputs[1] == "int8")
+    assert decibels(want, floats(frozen)) > 20
+    step = float(frozen.scale) if isinstance(frozen, QTensor) else 0.0
+    off = np.abs(floats(frozen) - floats(trained))
+    # Another order of float32 factors moves ties, here and there.
+    assert off.max() <= 1.01 * step + 1e-4
+    assert np.mean(off > 1e-4) < 1e-2
+
+
+def test_frozen_it_holds_int8_kernels_and_no_floats_of_their_size():
+    model = Two("relu", "int8", "int8", "none")
+    jf.calibrate(model, [images()], progress=False)
+    jf.freeze(model, images())
+    assert not nnx.state(model, nnx.Param)
+    leaves = jax.tree.leaves(nnx.state(model))
+    assert {leaf.dtype.name for leaf in leaves if leaf.size > 8} == {"int8"}
+
+
+def test_frozen_inference_has_no_scale_arithmetic():
+    """int8 in, int8 out: what is left is the convolutions themselves."""
+    model = Two("relu", "int8", "int8", "codes")
+    jf.calibrate(model, [images()], progress=False)
+    jf.freeze(model, images())
+    graph, state = nnx.split(model)
+
+    def run(state, codes):
+        return nnx.merge(graph, state)(codes).values
+
+    text = str(jax.make_jaxpr(run)(state, images()))
+    after_quantize = text[text.index("jqconv_fprop") :]
+    for operation in (" mul ", " div ", " transpose", " round", "convert_element_type"):
+        assert operation not in after_quantize, operation
+
+
+def test_another_kind_of_input_than_it_was_frozen_for_is_refused():
+    model = Two("relu", "int8", "int8", "none")
+    jf.calibrate(model, [images()], progress=False)
+    jf.freeze(model, images())
+    with pytest.raises(TypeError, match="frozen for a float array"):
+        model.a(jqconv.quantize(images(), 0.1))
+    with pytest.raises(TypeError, match="frozen for a QTensor"):
+        model.b(images())
+
+
+# The pipeline.
+
+
+class Net(nnx.Module):
+    """Convolutions in attributes, lists, sequences, and shared between two places."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.stem = nnx.Conv(8, 8, (3, 3), rngs=rngs)
+        self.blocks = nnx.List([nnx.Conv(8, 8, (3, 3), rngs=rngs) for _ in range(2)])
+        self.tail = nnx.Sequential(nnx.Conv(8, 8, (1, 1), rngs=rngs), nnx.relu)
+        self.ring = nnx.Conv(8, 8, (3, 3), padding="CIRCULAR", rngs=rngs)
+        self.line = nnx.Conv(8, 8, (3,), rngs=rngs)
+        self.again = self.stem
+        self.head = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.stem(x))
+        for block in self.blocks:
+            x = x + nnx.relu(block(x))
+        x = self.ring(self.again(self.tail(x)))
+        return self.head(jnp.mean(self.line(jnp.mean(x, 1)), 1))
+
+
+def rows_of(report):
+    return {name: (runs, why) for name, runs, why in report.rows}
+
+
+def test_a_float_model_becomes_an_int8_one():
+    model, x = Net(), images()
+    want = model(x)
+    report = jf.quantize(model)
+    rows = rows_of(report)
+    assert "CIRCULAR" in rows["ring"][1]
+    assert "two-dimensional" in rows["line"][1]
+    int8 = {name for name, (runs, _) in rows.items() if runs == "int8"}
+    assert int8 - {"stem", "again"} == {"blocks.0", "blocks.1", "tail.layers.0"}
+    assert len(int8 & {"stem", "again"}) == 1  # one layer in two places
+    assert isinstance(model.stem, jf.QConv)
+    assert model.again is model.stem
+    np.testing.assert_array_equal(model(x), want)
+    jf.calibrate(model, [x, 0.5 * x], progress=False)
+    quantized = model(x)
+    assert decibels(want, quantized) > 20
+    assert not np.array_equal(quantized, want)
+    sensitivity = jf.sensitivity(model, [x])
+    assert set(sensitivity.sqnr) == set(jf.qconvs(model))
+    assert all(15 < db < 80 for db in sensitivity.sqnr.values())
+    np.testing.assert_array_equal(model(x), quantized)
+
+
+def test_layers_can_be_left_in_float():
+    def left(**options):
+        return {
+            name
+            for name, (runs, _) in rows_of(jf.quantize(Net(), **options)).items()
+            if runs == "float"
+        }
+
+    always = {"ring", "line"}
+    first = next(iter(rows_of(jf.quantize(Net()))))
+    assert left() == always
+    assert left(skip=["blocks.0"]) == always | {"blocks.0"}
+    assert left(skip=lambda name, conv: name.startswith("blocks")) == always | {
+        "blocks.0",
+        "blocks.1",
+    }
+    assert left(first_in_float=True) == always | {first}
+    with pytest.raises(ValueError, match=r"block0.*blocks\.0"):
+        jf.quantize(Net(), skip=["block0"])
+
+
+def test_the_report_prints_in_a_terminal_and_a_notebook():
+    report = jf.quantize(Net())
+    assert "blocks.1" in str(report)
+    assert report._repr_html_().count("<tr>") == 1 + len(report.rows)
+
+
+def test_sensitivity_prints_the_worst_first_and_draws():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("agg")
+    found = jf.Sensitivity({"good": 40.0, "bad": 12.5})
+    assert str(found).index("bad") < str(found).index("good")
+    ax = found.plot()
+    assert [bar.get_width() for bar in ax.patches] == [40.0, 12.5]
+    plt.close(ax.figure)
+
+
+def test_sensitivity_is_each_layers_own_error():
+    layer, conv = pair((3, 3))
+    model = calibrated(layer)
+    x = images(1)
+    found = jf.sensitivity(model, [x, x])
+    assert found.sqnr["layers.0"] == pytest.approx(decibels(conv(x), layer(x)), abs=1e-3)
+    assert layer.mode == "train"
+
+
+@pytest.mark.parametrize("step", [jf.calibrate, jf.sensitivity])
+def test_a_model_without_layers_says_so(step):
+    with pytest.raises(ValueError, match="no QConv"):
+        step(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [])
+
+
+def test_calibration_that_reaches_nothing_says_so_and_changes_nothing():
+    layer, _ = pair((3, 3))
+    model = nnx.Sequential(layer)
+    with pytest.raises(ValueError, match="no batches"):
+        jf.calibrate(model, [], progress=False)
+    with pytest.raises(ValueError, match=r"layers\.0"):
+        jf.calibrate(model, [images()], call=lambda model, x: x, progress=False)
+    assert layer.mode == "float"
+
+
+def test_freezing_needs_calibration_and_an_example_that_reaches_all():
+    layer, _ = pair((3, 3))
+    model = nnx.Sequential(layer)
+    with pytest.raises(ValueError, match="calibrate the model"):
+        jf.freeze(model, images())
+    jf.calibrate(model, [images()], progress=False)
+    with pytest.raises(TypeError):
+        jf.freeze(model)
+    model.extra = layer2 = pair((3, 3))[0]
+    layer2.mode = "train"
+    with pytest.raises(ValueError, match="extra"):
+        jf.freeze(model, images())
+
+
+class Shared(nnx.Module):
+    def __init__(self):
+        self.conv = jf.QConv(8, 8, (3, 3), output="int8", rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.conv(self.conv(x))
+
+
+def test_a_layer_with_two_input_scales_cannot_be_frozen():
+    model = Shared()
+    jf.calibrate(model, [images()], progress=False)
+    with pytest.raises(ValueError, match="called twice"):
+        jf.freeze(model, images())
+
+
+# BatchNorm.
+
+
+def with_statistics(norm, seed=0):
+    """A BatchNorm that was trained: not the statistics, scale and bias that it starts with."""
+    rng = np.random.default_rng(seed)
+    for variable, low in ((norm.mean, -1), (norm.var, 0.2), (norm.scale, 0.5), (norm.bias, -1)):
+        if variable is not None:
+            variable[...] = jnp.asarray(rng.uniform(low, 2, variable.shape), jnp.float32)
+    return norm
+
+
+class Normed(nnx.Module):
+    """conv, norm, relu; a norm that follows an addition; and one that follows nothing."""
+
+    def __init__(self, **options):
+        rngs = nnx.Rngs(0)
+        self.first = with_statistics(nnx.BatchNorm(8, rngs=rngs))
+        self.conv = nnx.Conv(8, 8, (3, 3), rngs=rngs, **options)
+        self.norm = with_statistics(nnx.BatchNorm(8, rngs=rngs), 1)
+        self.blocks = nnx.List([nnx.Conv(8, 8, (1, 1), rngs=rngs, use_bias=False)])
+        self.norms = nnx.List([with_statistics(nnx.BatchNorm(8, use_scale=False, rngs=rngs), 2)])
+        self.last = with_statistics(nnx.BatchNorm(8, use_bias=False, rngs=rngs), 3)
+        self.eval()
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(self.first(x))))
+        return self.last(x + self.norms[0](self.blocks[0](x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_bias": False}, {"feature_group_count": 4}], ids=str)
+def test_batch_norms_fold_into_the_convolutions_before_them(options):
+    model, x = Normed(**options), images()
+    want = model(x)
+    report = jf.fold_batch_norm(model, x)
+    rows = {name: (into, why) for name, into, why in report.rows}
+    assert rows["norm"] == ("conv", "")
+    assert rows["norms.0"] == ("blocks.0", "")
+    assert rows["first"][1] == rows["last"][1] == "its input is not a convolution's output"
+    assert isinstance(model.norm, jf.Identity)
+    assert isinstance(model.last, nnx.BatchNorm)
+    np.testing.assert_allclose(model(x), want, rtol=1e-4, atol=1e-5)
+    jf.quantize(model)
+    jf.calibrate(model, [x], progress=False)
+    assert decibels(want, model(x)) > 25
+
+
+def test_folding_needs_running_averages():
+    model = Normed()
+    model.train()
+    with pytest.raises(ValueError, match=r"first.*model\.eval"):
+        jf.fold_batch_norm(model, images())
+
+
+class Twice(nnx.Module):
+    def __init__(self):
+        self.conv = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
+        self.norm = with_statistics(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+        self.eval()
+
+    def __call__(self, x):
+        y = self.conv(x)
+        return y + self.norm(y)
+
+
+def test_folding_that_would_change_the_model_is_taken_back():
+    model, x = Twice(), images()
+    want, state = model(x), nnx.state(model)
+    with pytest.raises(ValueError, match="would change"):
+        jf.fold_batch_norm(model, x)
+    np.testing.assert_array_equal(model(x), want)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), state)
+
+
+def test_a_model_without_batch_norm_is_left_alone():
+    model = Net()
+    report = jf.fold_batch_norm(model, images())
+    assert report.rows == ()
+
+
+def normed_layer(**options):
+    norm = with_statistics(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+    return jf.QConv(8, 8, (3, 3), norm=norm, activation="relu", **options, rngs=nnx.Rngs(0))
+
+
+def test_a_norm_of_the_layers_own_comes_before_residual_and_activation():
+    layer, x = normed_layer(), images()
+    layer.eval()
+    conv = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
+    want = nnx.relu(layer.norm(conv(x)) + x)
+    np.testing.assert_array_equal(layer(x, residual=x), want)
+    model = nnx.Sequential(layer)
+    jf.calibrate(model, [x], call=lambda m, x: m.layers[0](x, residual=x), progress=False)
+    trained = layer(x, residual=x)
+    assert decibels(want, trained) > 25
+    with pytest.raises(ValueError, match="fold_batch_norm"):
+        jf.freeze(model, x)
+    report = jf.fold_batch_norm(model, x)
+    assert report.rows == (("layers.0.norm", "layers.0", ""),)
+    assert layer.norm is None
+    np.testing.assert_allclose(layer(x, residual=x), trained, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("output", ["float", "int8"])
+def test_training_with_a_live_norm_moves_its_statistics(output):
+    layer = normed_layer(output=output)
+    model = nnx.Sequential(layer)
+    model.eval()
+    jf.calibrate(model, [images()], progress=False)
+    model.train()
+    before = np.asarray(layer.norm.mean[...])
+
+    @nnx.jit
+    def step(model, x):
+        def loss(model):
+            y = model(x)
+            return jnp.sum((y.dequantize() if output == "int8" else y) ** 2)
+
+        return nnx.grad(loss)(model)
+
+    grads = step(model, images(1))
+    assert not np.array_equal(layer.norm.mean[...], before)
+    assert float(jnp.abs(grads["layers"][0]["norm"]["scale"][...]).max()) > 0
+    assert float(jnp.abs(grads["layers"][0]["kernel"][...]).max()) > 0
+
+
+def test_folded_and_frozen_it_computes_what_it_was_trained_to():
+    layer = normed_layer(output="int8")
+    model, x = nnx.Sequential(layer), images()
+    model.eval()
+    want = model(x)
+    jf.fold_batch_norm(model, x)
+    jf.calibrate(model, [x], progress=False)
+    trained = model(x)
+    jf.freeze(model, x)
+    np.testing.assert_array_equal(model(x).values, trained.values)
+    assert decibels(want, floats(trained)) > 25
+
+
+def test_folding_after_calibration_keeps_the_codes_or_says_why_not():
+    x = images()
+    for per_channel in (True, False):
+        model = nnx.Sequential(normed_layer(output="int8", per_channel=per_channel))
+        model.eval()
+        jf.calibrate(model, [x], progress=False)
+        trained = model(x)
+        if per_channel:
+            jf.fold_batch_norm(model, x)
+            assert np.mean(model(x).values != trained.values) < 1e-3
+        else:
+            with pytest.raises(ValueError, match="per_channel"):
+                jf.fold_batch_norm(model, x)
