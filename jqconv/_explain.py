@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from jqconv._choice import Choice
 from jqconv._collect import Occurrence
 from jqconv._forms import BASE_FORMS
 from jqconv._spec import ConvSpec
+from jqconv._table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,40 +120,18 @@ class Report:
         return sum(row.count * (row.microseconds or 0.0) for row in self.rows)
 
     def __str__(self) -> str:
-        header, *cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-        right = [i in _NUMERIC for i in range(len(header))]
-
-        def line(values: Sequence[str]) -> str:
-            padded = [
-                value.rjust(width) if is_right else value.ljust(width)
-                for value, width, is_right in zip(values, widths, right, strict=True)
-            ]
-            return "  ".join(padded).rstrip()
-
-        lines = [line(header), line(["-" * width for width in widths]), *map(line, cells)]
-        return "\n".join([*lines, "", self._summary()])
+        return str(self._table())
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
+        return self._table()._repr_html_()
 
-        def row(values: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(v)}</{tag}>" for v in values) + "</tr>"
-
-        header, *cells = self._cells()
-        body = "".join(row(values, "td") for values in cells)
-        head = row(header, "th")
-        return (
-            f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-            f"<p>{html.escape(self._summary())}</p>"
-        )
-
-    def _cells(self) -> list[list[str]]:
-        return [list(_COLUMNS)] + [
-            [
+    def _table(self) -> Table:
+        rows = tuple(
+            (
                 describe(row.spec),
                 str(row.count),
                 row.algorithm or "-",
@@ -163,9 +141,10 @@ class Report:
                 _number(row.percent_of_limit, 0),
                 row.bound,
                 row.note,
-            ]
+            )
             for row in self.rows
-        ]
+        )
+        return Table(_COLUMNS, rows, _NUMERIC, self._summary())
 
     def _summary(self) -> str:
         total = self.microseconds
@@ -225,7 +204,7 @@ _COLUMNS = (
     "bound",
     "note",
 )
-_NUMERIC = {1, 4, 5, 6}
+_NUMERIC = frozenset({1, 4, 5, 6})
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:

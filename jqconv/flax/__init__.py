@@ -8,10 +8,10 @@ In short::
     jqconv.flax.freeze(model, example)          # int8 kernels, for inference
 """
 
+from jqconv._table import Table
 from jqconv.flax._fold import Identity, fold_batch_norm
 from jqconv.flax._model import (
     Sensitivity,
-    Table,
     calibrate,
     freeze,
     qconvs,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jqconv._qtensor import QTensor
-from jqconv.flax._model import Table, modules, qconvs, replace
+from jqconv._table import Table
+from jqconv.flax._model import modules, qconvs, replace
 from jqconv.flax._qconv import QConv
 
 #: How far the folded model may be from the model, against the largest magnitude of its output.

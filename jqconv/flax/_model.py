@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -13,38 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 from tqdm.auto import tqdm
 
+from jqconv._table import Table
 from jqconv.flax._qconv import Freezing, Mode, QConv, _freezing
 
 Path: TypeAlias = tuple[str, ...]
 
 
 # --- reports --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows of text under a header; prints aligned, in a notebook too."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-        lines = [self.header, tuple("-" * width for width in widths), *self.rows]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-        body = "".join(row(cells, "td") for cells in self.rows)
-        return f"<table>{row(self.header, 'th')}{body}</table>"
 
 
 @dataclasses.dataclass(frozen=True)
