@@ -208,27 +208,15 @@ def calibrate(
         If the model has no QConv, there are no batches, or a layer was not reached.
     """
     layers = _layers_of(model)
-    run = call or (lambda model, batch: model(batch))
-    step = nnx.jit(lambda model, batch: (run(model, batch), None)[1])
-    before = {name: layer.mode for name, layer in layers.items()}
-    set_mode(model, "observe")
-    count = 0
-    try:
-        for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
-            step(model, batch)
-            count += 1
-        if count == 0:
-            raise ValueError("there are no batches to calibrate with")
-        idle = [name for name, layer in layers.items() if not bool(jnp.any(layer.x_seen[...]))]
-        if idle:
-            raise ValueError(
-                f"no values reached {', '.join(idle)} during calibration (or only zeros): call "
-                "the model so that every QConv runs, or take those out"
-            )
-    except BaseException:
-        for name, layer in layers.items():
-            layer.mode = before[name]
-        raise
+    bar = tqdm(batches, desc="calibrating", unit="batch", disable=not progress)
+    if _run_in(model, "observe", bar, call) == 0:
+        raise ValueError("there are no batches to calibrate with")
+    idle = [name for name, layer in layers.items() if not bool(jnp.any(layer.x_seen[...]))]
+    if idle:
+        raise ValueError(
+            f"no values reached {', '.join(idle)} during calibration (or only zeros): call "
+            "the model so that every QConv runs, or take those out"
+        )
     for layer in layers.values():
         layer.set_scales()
     set_mode(model, "train")
@@ -263,18 +251,9 @@ def sensitivity(
         If the model has no QConv.
     """
     layers = _layers_of(model)
-    run = call or (lambda model, batch: model(batch))
-    step = nnx.jit(lambda model, batch: (run(model, batch), None)[1])
-    before = {name: layer.mode for name, layer in layers.items()}
     for layer in layers.values():
         layer.sqnr[...] = jnp.zeros(2)
-    set_mode(model, "compare")
-    try:
-        for batch in batches:
-            step(model, batch)
-    finally:
-        for name, layer in layers.items():
-            layer.mode = before[name]
+    _run_in(model, "compare", batches, call)
     return Sensitivity({name: _decibels(*layer.sqnr[...]) for name, layer in layers.items()})
 
 
@@ -314,6 +293,32 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
     if missed:
         raise ValueError(f"the example did not reach {', '.join(missed)}: give one that does")
     replace(model, freezing.layers)
+
+
+def _run_in(
+    model: nnx.Module,
+    mode: Mode,
+    batches: Iterable[Any],
+    call: Callable[[Any, Any], Any] | None,
+) -> int:
+    """Run the model on every batch with its layers in `mode`; return how many there were.
+
+    The layers' modes are as before afterwards.
+    """
+    layers = qconvs(model).values()
+    before = [layer.mode for layer in layers]
+    run = call or (lambda model, batch: model(batch))
+    step = nnx.jit(lambda model, batch: (run(model, batch), None)[1])
+    set_mode(model, mode)
+    count = 0
+    try:
+        for batch in batches:
+            step(model, batch)
+            count += 1
+    finally:
+        for layer, mode_before in zip(layers, before, strict=True):
+            layer.mode = mode_before
+    return count
 
 
 def _layers_of(model: nnx.Module) -> dict[str, QConv]:

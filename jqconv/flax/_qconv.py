@@ -21,6 +21,7 @@ from jqconv._conv import conv2d, qconv2d
 from jqconv._qtensor import PackedKernel, QTensor, quantize, to_ohwi
 from jqconv._spec import FLOAT_DTYPES, Activation
 from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale
+from jqconv.nn import reshape
 
 Mode: TypeAlias = Literal["float", "observe", "train", "compare"]
 Output: TypeAlias = Literal["float", "int8"]
@@ -511,18 +512,11 @@ def _flat(x: Any) -> Any:
     """Return `x` with its leading axes as one."""
     if len(x.shape) == 4:
         return x
-    return _reshape(x, (-1, *x.shape[-3:]))
+    return reshape(x, (-1, *x.shape[-3:]))
 
 
 def _unflat(y: Any, batch: tuple[int, ...]) -> Any:
-    return y if len(batch) == 1 else _reshape(y, (*batch, *y.shape[1:]))
-
-
-def _reshape(x: Any, shape: tuple[int, ...]) -> Any:
-    if not isinstance(x, QTensor):
-        return jnp.reshape(x, shape)
-    view = None if x.fq is None else jnp.reshape(x.fq, shape)
-    return QTensor(jnp.reshape(x.values, shape), x.scale, x.zero_point, fq=view)
+    return y if len(batch) == 1 else reshape(y, (*batch, *y.shape[1:]))
 
 
 def _variable(value: jax.Array | None) -> Any:
