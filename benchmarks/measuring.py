@@ -31,10 +31,7 @@ SETS = 3  # of activations, taken in turn so that the cache does not hold them
 
 def floor_us(spec: ConvSpec, bandwidth: float) -> float:
     """Return the time below which no kernel can run it: every byte once, every product once."""
-    tensors = [*spec.operands.values(), spec.result]
-    moved = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tensors)
-    operations = 2 * math.prod(spec.y_shape) * spec.products
-    return max(moved / bandwidth, operations / PEAK_INT8) * 1e6
+    return max(spec.bytes_moved / bandwidth, spec.operations / PEAK_INT8) * 1e6
 
 
 def copy_bandwidth() -> float:

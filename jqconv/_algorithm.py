@@ -14,7 +14,7 @@ from jqconv._spec import ConvSpec, Direction
 DIRECTIONS: tuple[Direction, ...] = ("fprop", "dgrad", "wgrad")
 
 _TEXT = re.compile(
-    r"(?P<form>int8|bf16|fp16|[a-z_]+\d*(?:\+[a-z_]+\d*)*)/(?P<formulation>[a-z]+)"
+    r"(?P<form>[a-z_]+\d*(?:\+[a-z_]+\d*)*)/(?P<formulation>[a-z]+)"
     r":eng(?P<engine>\d+)(?P<knobs>(?:_k\d+=-?\d+)*)"
     r"(?:,ws=(?P<workspace>\d+))?@(?P<cudnn>\d+)",
     re.ASCII,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jqconv import _choice, _collect
 from jqconv._algorithm import Algorithm
@@ -304,21 +302,13 @@ def limits_of(device_kind: str) -> Limits | None:
     return next(found, None)
 
 
-def work(spec: ConvSpec) -> tuple[int, int]:
-    """Return bytes and operations of one run: every tensor once, two for each product."""
-    tensors = [*spec.operands.values(), spec.result]
-    moved = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tensors)
-    return moved, 2 * math.prod(spec.y_shape) * spec.products
-
-
 def floor_us(spec: ConvSpec, limits: Limits | None) -> tuple[float | None, str]:
     """Return the least microseconds that a device needs for `spec`, and what bounds it."""
     if limits is None:
         return None, "-"
-    moved, operations = work(spec)
-    memory = moved / limits.bytes_per_second
+    memory = spec.bytes_moved / limits.bytes_per_second
     rate = limits.int8 if spec.x_dtype == "int8" else limits.half
-    compute = operations / rate
+    compute = spec.operations / rate
     return 1e6 * max(memory, compute), "memory" if memory >= compute else "compute"
 
 
@@ -347,8 +337,9 @@ def _number(value: float | None, digits: int) -> str:
 def _draw_roofline(ax: Any, limits: Limits, rows: Sequence[Row]) -> None:
     points = []
     for row in rows:
-        moved, operations = work(row.spec)
-        points.append((operations / moved, operations / ((row.microseconds or 1) * 1e-6)))
+        operations = row.spec.operations
+        seconds = (row.microseconds or 1) * 1e-6
+        points.append((operations / row.spec.bytes_moved, operations / seconds))
     low, high = min(x for x, _ in points) / 2, max(x for x, _ in points) * 2
     line = [low * (high / low) ** (i / 200) for i in range(201)]
     for name, peak, style in (("int8", limits.int8, "-"), ("bf16", limits.half, "--")):

@@ -98,6 +98,7 @@ class _Form:
 
     name: str
     core: ConvSpec
+    proposed: list[Algorithm] = dataclasses.field(default_factory=list)  # in the first round
     times: dict[Algorithm, float] = dataclasses.field(default_factory=dict)
 
     def fastest_first(self) -> list[Algorithm]:
@@ -140,7 +141,9 @@ class _Search:
     def _finalists(self) -> list[_Form]:
         """Return the forms that could win, the plainest first, with times of their plans."""
         forms = [_Form(name, _forms.present(self.spec, name).core) for name in self._names()]
-        self._add(forms, lambda form: self._proposals(form, sweep=self.exhaustive))
+        for form in forms:
+            form.proposed = self._proposals(form, sweep=self.exhaustive)
+        self._add(forms, lambda form: form.proposed)
         finalists = _contenders([form for form in forms if form.times])
         if not self.exhaustive:
             self._add([form for form in finalists if _is_worth_a_sweep(form)], self._unproposed)
@@ -163,8 +166,7 @@ class _Search:
 
     def _unproposed(self, form: _Form) -> list[Algorithm]:
         """Return the plans that an engine has beside those that the heuristic proposes."""
-        proposed = set(self._proposals(form, sweep=False))
-        return [plan for plan in self._proposals(form, sweep=True) if plan not in proposed]
+        return [plan for plan in self._proposals(form, sweep=True) if plan not in form.proposed]
 
     def _add(self, forms: list[_Form], candidates: Callable[[_Form], list[Algorithm]]) -> None:
         """Build and time more plans of each form; all builds are on their way before any is timed.
@@ -294,7 +296,7 @@ class _Search:
 
         The device is this search's for the scope, and the memory the user's again after it.
         """
-        size = sum(_bytes(*tensor) for tensor in [*spec.operands.values(), spec.result])
+        size = spec.bytes_moved
         wanted = max(least, math.ceil(_COLD_BYTES / size))
         count = min(wanted, _MOST_SETS, max(1, _MOST_BYTES // size))
         with _device_lock:
@@ -360,14 +362,8 @@ def _other_orders(form: _Form) -> list[Algorithm]:
 
 def _estimate_us(spec: ConvSpec) -> float:
     """Return about the least that a run could take, at least 2 us."""
-    tensors = [*spec.operands.values(), spec.result]
-    moved = sum(_bytes(shape, dtype) for shape, dtype in tensors)
-    operations = 2 * math.prod(spec.y_shape) * spec.products
-    return max(2.0, 1e6 * max(moved / _BANDWIDTH, operations / _OPERATIONS))
-
-
-def _bytes(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(shape) * np.dtype(jax.numpy.dtype(dtype)).itemsize
+    seconds = max(spec.bytes_moved / _BANDWIDTH, spec.operations / _OPERATIONS)
+    return max(2.0, 1e6 * seconds)
 
 
 def _random_operands(spec: ConvSpec, seed: int) -> list[np.ndarray]:

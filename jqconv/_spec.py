@@ -35,6 +35,16 @@ FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 OUTPUT_DTYPES = ("int8", "uint8", "int32", *FLOAT_DTYPES)
 RESIDUAL_DTYPES = ("int8", *FLOAT_DTYPES)
 
+_ITEMSIZE = {
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+}
+
 #: Largest magnitude of each integer operand; int16 holds a kernel less its zero point.
 _MAGNITUDE = {"int8": 128, "int16": 255}
 
@@ -266,6 +276,17 @@ class ConvSpec:
         canonical = "".join(letter for letter, present in steps.items() if present) or "c"
         swapped = canonical.replace("bz", "zb")
         return [canonical] if swapped == canonical else [canonical, swapped]
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of all operands and of the result, each once."""
+        tensors = [*self.operands.values(), self.result]
+        return sum(math.prod(shape) * _ITEMSIZE[dtype] for shape, dtype in tensors)
+
+    @property
+    def operations(self) -> int:
+        """Operations of one run: two for each product."""
+        return 2 * math.prod(self.y_shape) * self.products
 
     @property
     def empty(self) -> bool:
