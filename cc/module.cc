@@ -193,6 +193,9 @@ NB_MODULE(_ext, m) {
   m.def(
       "cache_resize", [](size_t capacity) { PlanCache::Get().Resize(capacity); },
       nb::arg("capacity"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "cache_reserve", [](int64_t more) { PlanCache::Get().Reserve(more); }, nb::arg("more"),
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("take_warnings", [] { return Warnings::Get().Take(); });
 }
 

@@ -150,7 +150,7 @@ void PlanCache::InsertLocked(const std::string& key, PlanPtr plan) {
 }
 
 void PlanCache::EvictLocked() {
-  while (entries_.size() > capacity_) {
+  while (entries_.size() > capacity_ + reserved_) {
     index_.erase(entries_.back().first);
     entries_.pop_back();
     ++evictions_;
@@ -180,6 +180,12 @@ void PlanCache::Clear() {
 void PlanCache::Resize(size_t capacity) {
   std::lock_guard<std::mutex> lock(mutex_);
   capacity_ = capacity;
+  EvictLocked();
+}
+
+void PlanCache::Reserve(int64_t more) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  reserved_ += more;
   EvictLocked();
 }
 

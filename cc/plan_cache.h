@@ -69,6 +69,10 @@ class PlanCache {
   void Clear();
   void Resize(size_t capacity);
 
+  // Makes room for `more` plans beyond the capacity, which a search is about to compare; the same
+  // number, negative, ends it.
+  void Reserve(int64_t more);
+
  private:
   using Builder = std::function<PlanPtr(cudnnHandle_t)>;
   using Entries = std::list<std::pair<std::string, PlanPtr>>;
@@ -83,6 +87,7 @@ class PlanCache {
   mutable std::mutex mutex_;
   PlanStore store_;
   size_t capacity_ = 512;
+  size_t reserved_ = 0;
   Entries entries_;  // The least recently used is last.
   std::unordered_map<std::string, Entries::iterator> index_;
   std::unordered_map<std::string, std::shared_future<PlanPtr>> under_construction_;

@@ -7,10 +7,11 @@ JAX only queues until a CUDA backend exists; cuDNN itself is loaded when somethi
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import pathlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -123,6 +124,16 @@ def serialize(spec: str, algorithm: str, device: int) -> bytes:
 def forget(spec: str, algorithm: str, device: int) -> None:
     """Drop a plan from the cache; what holds it keeps it."""
     extension().forget(spec, algorithm, device)
+
+
+@contextlib.contextmanager
+def room_for(plans: int) -> Iterator[None]:
+    """Let the cache hold that many plans more than it does otherwise, for the scope."""
+    extension().cache_reserve(plans)
+    try:
+        yield
+    finally:
+        extension().cache_reserve(-plans)
 
 
 def set_store(

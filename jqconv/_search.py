@@ -41,15 +41,23 @@ _MOST_SETS = 32
 #: Bytes a second and operations a second of a fast GPU: for how long to measure, nothing else.
 _BANDWIDTH, _OPERATIONS = 4e12, 1e15
 
-#: How much slower than the best a plan may look in the first round to be timed again, and how much
-#: faster a form must be than a plainer one to be taken for it.
-_SCREEN, _MARGIN = 1.15, 1.02
+#: How plans of one form are timed: all of them once, in a hurry; those that are then within a
+#: factor of the best for longer, as many samples as this, and those still near for longer again.
+_ROUNDS = ((1.5, 3), (1.15, 15))
+
+#: How much faster a form must be than a plainer one to be taken for it.
+_MARGIN = 1.02
 
 #: How many forms beside the plainest are looked at closely.
 _MOST_FORMS = 3
 
-#: Where more plans are not looked for: microseconds, and multiples of the least possible.
-_NO_TIME_US, _NEAR_LIMIT = 5.0, 1.5
+#: What cuDNN's heuristic never proposes and is fastest for some convolution all the same, up to 1.7
+#: times: values of the one knob (24, its tiles) of int8 engine 4. Found with cuDNN 9.19 by trying
+#: all values for the layers of ResNet-50 and for odd channels: benchmarks/conv_layers.py
+#: --exhaustive. Another version may number them differently: what does not build is skipped.
+_UNPROPOSED = {
+    (4, ((24, tiles),)) for tiles in (5, 6, 9, 24, 25, 26, 28, 32, 35, 40, 41, 42, 43, 47, 51, 55)
+}
 
 
 def search(spec: ConvSpec, device: jax.Device, *, exhaustive: bool = False) -> Choice:
@@ -125,8 +133,9 @@ class _Search:
 
     def run(self) -> Choice:
         start = time.perf_counter()
-        choice = self._choose(self._finalists())
-        self._forget_losers(choice.algorithm)
+        with contextlib.ExitStack() as self._room:
+            choice = self._choose(self._finalists())
+            self._forget_losers(choice.algorithm)
         _log.info(
             "chose %s of %d candidates in %.1f s for %s",
             choice.algorithm,
@@ -146,7 +155,7 @@ class _Search:
         self._add(forms, lambda form: form.proposed)
         finalists = _contenders([form for form in forms if form.times])
         if not self.exhaustive:
-            self._add([form for form in finalists if _is_worth_a_sweep(form)], self._unproposed)
+            self._add(finalists, self._unproposed)
             self._add(finalists, _other_orders)
         self.trials += [
             Trial(str(form.named(plan)), us) for form in forms for plan, us in form.times.items()
@@ -165,17 +174,25 @@ class _Search:
         return [plan for plan in proposed if plan.formulation == form.core.formulation]
 
     def _unproposed(self, form: _Form) -> list[Algorithm]:
-        """Return the plans that an engine has beside those that the heuristic proposes."""
-        return [plan for plan in self._proposals(form, sweep=True) if plan not in form.proposed]
+        """Return plans beside those that the heuristic proposes that are good for some shapes."""
+        if form.core.x_dtype != "int8":
+            return []
+        return [
+            plan
+            for plan in self._proposals(form, sweep=True)
+            if plan not in form.proposed and (plan.engine, plan.knobs) in _UNPROPOSED
+        ]
 
     def _add(self, forms: list[_Form], candidates: Callable[[_Form], list[Algorithm]]) -> None:
         """Build and time more plans of each form; all builds are on their way before any is timed.
 
         What does not build or run is skipped and logged.
         """
-        pending = [(form, self._build(form.core, candidates(form))) for form in forms]
-        for form, plans in pending:
-            form.times |= self._time(form.core, [plan for plan in plans if plan is not None])
+        wanted = [(form, candidates(form)) for form in forms]
+        self._room.enter_context(_native.room_for(sum(len(plans) for _, plans in wanted)))
+        pending = [(form, self._build(form.core, plans)) for form, plans in wanted]
+        for form, built in pending:
+            form.times |= self._time(form.core, [plan for plan in built if plan is not None])
 
     def _build(self, core: ConvSpec, plans: list[Algorithm]) -> Iterator[Algorithm | None]:
         def build(plan: Algorithm) -> Algorithm | None:
@@ -199,19 +216,27 @@ class _Search:
             return {}
         try:
             with self._operands(core) as sets:
-                times = self._medians(core, plans, sets, samples=3)
-                near = [plan for plan, us in times.items() if us <= _SCREEN * min(times.values())]
-                return times | self._medians(core, near, sets, samples=15)
+                long = min(16, math.ceil(300 / (len(sets) * _estimate_us(core))))
+                times = self._medians(core, plans, sets, runs=1, samples=1)
+                for factor, samples in _ROUNDS:
+                    limit = factor * min(times.values(), default=0)
+                    near = [plan for plan, us in times.items() if us <= limit]
+                    times |= self._medians(core, near, sets, runs=long, samples=samples)
+                return times
         except jax.errors.JaxRuntimeError as error:  # most likely out of memory
             _log.warning("could not time the plans of %s: %s", core, error)
             return {}
 
     def _medians(
-        self, core: ConvSpec, plans: list[Algorithm], sets: list[list[jax.Array]], samples: int
+        self,
+        core: ConvSpec,
+        plans: list[Algorithm],
+        sets: list[list[jax.Array]],
+        runs: int,
+        samples: int,
     ) -> dict[Algorithm, float]:
         if not plans:
             return {}
-        runs = min(16, math.ceil(300 / (len(sets) * _estimate_us(core))))
         times = time_plans(core, plans, sets, runs=runs, samples=samples)
         found = dict(zip(plans, np.median(times, axis=1).tolist(), strict=True))
         for failed in [plan for plan, us in found.items() if math.isnan(us)]:
@@ -276,8 +301,12 @@ class _Search:
             return None
 
     def _program(self, algorithm: Algorithm, sets: list[list[jax.Array]]) -> Callable[..., Any]:
+        @jax.jit  # traced and lowered once for all sets
+        def conv(*operands: jax.Array) -> jax.Array:
+            return _primitive.conv(self.spec, algorithm, *operands, pinned=True)
+
         def program(sets: list[list[jax.Array]]) -> list[jax.Array]:
-            return [_primitive.conv(self.spec, algorithm, *ops, pinned=True) for ops in sets]
+            return [conv(*operands) for operands in sets]
 
         compiled: Callable[..., Any] = jax.jit(program).lower(sets).compile()
         return compiled
@@ -338,16 +367,6 @@ def _contenders(forms: list[_Form]) -> list[_Form]:
 
 def _best_us(form: _Form) -> float:
     return form.best_us
-
-
-def _is_worth_a_sweep(form: _Form) -> bool:
-    """Whether more plans of a form could gain what building dozens of them costs.
-
-    Not where it runs near what the device can do, or in no time. bf16 engines have too many
-    values, of which the heuristic knows the good ones.
-    """
-    near = max(_NO_TIME_US, _NEAR_LIMIT * _estimate_us(form.core))
-    return form.core.x_dtype == "int8" and form.best_us > near
 
 
 def _other_orders(form: _Form) -> list[Algorithm]:

@@ -14,8 +14,9 @@ from jqconv import _choice, _collect, _policy, _search
 from jqconv._explain import Report, explain
 from jqconv._spec import ConvSpec
 
-#: Searches at a time. Each waits for its builds most of the time, and these share the cores.
-_AT_A_TIME = 16
+#: Searches at a time. Each waits for its builds most of the time, and these share the cores. An
+#: exhaustive one builds enough for all of them, and holds it until it is done.
+_AT_A_TIME, _EXHAUSTIVE_AT_A_TIME = 16, 4
 
 
 def tune(
@@ -91,7 +92,8 @@ def _search_all(
             else:
                 _choice.get(spec, device)
 
-    pool = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="jqconv-tune")
+    workers = _EXHAUSTIVE_AT_A_TIME if exhaustive else _AT_A_TIME
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="jqconv-tune")
     try:
         with tqdm(total=len(specs), desc="tuning", unit="conv", disable=not progress) as bar:
             for done in as_completed([pool.submit(search, spec) for spec in specs]):

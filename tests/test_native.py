@@ -155,6 +155,8 @@ def test_cache_controls():
         assert extension.cache_info()["capacity"] == 3
     finally:
         extension.cache_resize(before["capacity"])
+    with _native.room_for(5):
+        assert extension.cache_info()["capacity"] == before["capacity"], "for good, that is"
     extension.cache_clear()
     assert extension.cache_info()["entries"] == 0
     assert isinstance(extension.take_warnings(), list)

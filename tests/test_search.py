@@ -1,5 +1,6 @@
 """The timed search: what it tries, what it takes, and what it leaves behind. cuDNN is scripted."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -47,6 +48,8 @@ class Lab:
 
     def __init__(self):
         self.engines = range(3)
+        self.unproposed = []
+        self.room = self.most_room = 0
         self.cores = {}
         self.proposed, self.built, self.timed, self.programs = [], [], [], []
         self.operands, self.settings = [], []
@@ -70,7 +73,17 @@ class Lab:
         form, core = self.cores[spec]
         self.proposed.append((form, sweep))
         base = _forms.BASE_FORMS[core.x_dtype]
-        return [f"{base}/{f}:eng{e}@91900" for e in self.engines for f in core.formulations]
+        names = [*map(str, self.engines), *(self.unproposed if sweep else [])]
+        return [f"{base}/{f}:eng{name}@91900" for name in names for f in core.formulations]
+
+    @contextlib.contextmanager
+    def room_for(self, plans):
+        self.room += plans
+        self.most_room = max(self.room, self.most_room)
+        try:
+            yield
+        finally:
+            self.room -= plans
 
     def resolve(self, spec, algorithm, device, workspace_limit, deterministic=False):
         form, _ = self.cores[spec]
@@ -109,6 +122,7 @@ def lab(monkeypatch):
     monkeypatch.setattr(_native, "propose", lab.propose)
     monkeypatch.setattr(_native, "resolve", lab.resolve)
     monkeypatch.setattr(_native, "forget", lambda *plan: None)
+    monkeypatch.setattr(_native, "room_for", lab.room_for)
     monkeypatch.setattr(_search, "time_plans", lab.time_plans)
     monkeypatch.setattr(_search._Search, "_program", lambda *args: lab.program(*args))
     monkeypatch.setattr(_search, "_seconds", lab.seconds)
@@ -134,14 +148,16 @@ def test_the_fastest_plan_is_taken(lab):
 
 
 def test_what_looks_near_the_best_is_measured_again(lab):
-    """For longer; the second measurement counts."""
-    first, again = [100.0, 110.0, 120.0], [109.0, 105.0]
-    lab.plan_us = lambda form, a: (again if len(lab.timed) > 1 else first)[a.engine]
+    """For longer, and for longer again; the last measurement counts."""
+    lab.engines = range(4)
+    rounds = [{0: 100, 1: 145, 2: 160, 3: 105}, {0: 100, 1: 120, 3: 104}, {0: 109, 3: 105}]
+    lab.plan_us = lambda form, a: rounds[len(lab.timed) - 1][a.engine]
     choice = lab.search(PLAIN)
-    assert [engines for _, engines, _ in lab.timed] == [[0, 1, 2], [0, 1]]
-    assert lab.timed[1][2] > lab.timed[0][2]
-    assert choice.algorithm.engine == 1
-    assert [trial.microseconds for trial in choice.trials] == [105, 109, 120]
+    assert [engines for _, engines, _ in lab.timed] == [[0, 1, 2, 3], [0, 1, 3], [0, 3]]
+    samples = [samples for *_, samples in lab.timed]
+    assert samples == sorted(set(samples))
+    assert choice.algorithm.engine == 3
+    assert [trial.microseconds for trial in choice.trials] == [105, 109, 120, 160]
 
 
 def test_a_plan_that_does_not_build_is_skipped_and_logged(lab, caplog):
@@ -244,15 +260,26 @@ def test_engines_of_bf16_are_not_swept(lab):
     assert lab.proposed[-1] == ("bf16", False)
 
 
-@pytest.mark.parametrize(
-    ("us", "estimate", "swept"), [(10, 2, True), (10, 8, False), (4, 0.1, False), (8, 5, True)]
-)
-def test_more_plans_are_looked_for_where_they_could_gain(lab, monkeypatch, us, estimate, swept):
-    """Not near what the device can do, nor where a run takes no time."""
-    monkeypatch.setattr(_search, "_estimate_us", lambda core: estimate)
-    lab.plan_us = lambda form, algorithm: us
+def test_plans_that_the_heuristic_never_proposes_are_tried_where_they_are_known_to_win(lab):
+    lab.unproposed = ["4_k24=9", "4_k24=13", "2_k24=9", "4_k25=9", "4_k24=42"]
     lab.search(PLAIN)
-    assert (("int8", True) in lab.proposed) == swept
+    built = [algorithm for _, algorithm, _ in lab.built]
+    assert built[len(lab.engines) :] == [f"int8/s:eng4_k24={tiles}@91900" for tiles in (9, 42)]
+
+
+@pytest.mark.parametrize("exhaustive", [False, True])
+def test_the_cache_has_room_for_everything_that_is_compared(lab, exhaustive):
+    lab.unproposed = ["4_k24=9", "4_k24=42"]
+    lab.search(dataclasses.replace(SMALL, bias=True, residual="int8"), exhaustive=exhaustive)
+    assert lab.most_room >= len(lab.built)
+    assert lab.room == 0
+
+
+def test_the_cache_has_its_size_again_after_an_error(lab, monkeypatch):
+    monkeypatch.setattr(_search, "time_plans", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lab.search(PLAIN)
+    assert lab.room == 0
 
 
 def test_only_the_best_forms_are_looked_at_closely(lab):

@@ -91,6 +91,19 @@ def test_every_other_order_of_the_epilogue_is_exact(rng, form):
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want, np.float32))
 
 
+def test_plans_that_the_heuristic_never_proposes_are_exact(rng):
+    problem = draw_problem(rng, RELU, x_shape=(2, 9, 8, 64), k=128)
+    first = first_algorithm(problem.spec)
+    ran = 0
+    for engine, knobs in _search._UNPROPOSED:
+        named = dataclasses.replace(first, engine=engine, knobs=knobs, workspace=0)
+        text, _ = _native.resolve(str(problem.spec), str(named), 0, 2**30)
+        if text:
+            assert_same_codes(solve(problem, algorithm=Algorithm.parse(text)), problem.answer)
+            ran += 1
+    assert ran > 0
+
+
 # Searching by time.
 
 
@@ -101,6 +114,29 @@ def tuning(tmp_path):
     with jqconv.config.using(search="tune", cache_dir=str(tmp_path)):
         yield tmp_path
     jqconv.clear_algorithms()
+
+
+def test_a_search_builds_nothing_twice(tuning, rng, monkeypatch):
+    """However small the cache of plans is."""
+    asked = []
+
+    def resolve(*args):
+        asked.append(args)
+        return resolve_natively(*args)
+
+    resolve_natively = _native.resolve
+    monkeypatch.setattr(_native, "resolve", resolve)
+    extension = _native.extension()
+    extension.cache_clear()
+    before = extension.cache_info()
+    try:
+        extension.cache_resize(1)
+        _search.search(draw_problem(rng, RELU, x_shape=(2, 6, 5, 32), k=32).spec, jax.devices()[0])
+        after = extension.cache_info()
+    finally:
+        extension.cache_resize(before["capacity"])
+    assert after["misses"] - before["misses"] <= len(asked)
+    assert after["entries"] <= 1
 
 
 def scaled(x, w):
