@@ -209,7 +209,8 @@ def conv2d(
     out_dtype : dtype, optional
         float32 (default), bfloat16 or float16; with `out_scale` int8 (default) or uint8.
     grad_dtype : dtype, default bfloat16
-        What the backward convolutions are carried in: bfloat16, float16 or float32.
+        What the backward convolutions, and the cotangents that reach them, are carried in:
+        bfloat16, float16 or float32.
     algorithm : str, Algorithm or ConvAlgorithms, optional
         How to run it; chosen by jqconv if None.
 

@@ -228,29 +228,33 @@ def _conv_bwd(call: Call, saved: _Saved, cotangents: Any) -> tuple[Operands]:
 
     With ``dv`` the cotangent of v, ``x̂`` and ``ŵ`` the numbers that the codes stand for::
 
-        dx̂ = dgrad(dv * w_scale, w)      d bias     = sum dv
-        dŵ = wgrad(x, dv) * x_scale      d residual = dv * residual_scale
+        du = dv * w_scale                            d bias     = sum dv
+        dx̂ = dgrad(du, w)                            d residual = dv * residual_scale
+        dŵ = wgrad(x, du) * (x_scale / w_scale)
 
-    Codes are exact in bf16, so the scales are applied around the convolutions.
+    Codes are exact in bf16, so the scales are applied around the convolutions; once, so that both
+    read one tensor.
     """
     y_bar, view_bar = cotangents
     dy = view_bar if call.quantized else y_bar
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (Operands(*[None] * len(Operands._fields)),)
+    dy, saved = _reached(dy.astype(_carrier(call)), saved)
     dy = dy.astype(jnp.float32)
     ops, algorithms = saved.ops, saved.algorithms
     wanted = marked(saved.wanted, Operands._fields)
     v = _recompute(call, ops) if _recomputes(call, wanted) else None
     dv = dy * _slope(call, saved, v, dy.shape)
 
+    du = (dv * over_last(ops.w_scale, dv.ndim)).astype(call.grad_dtype)
     grads: dict[str, Any] = {}
     if _needs(wanted, "dgrad"):
-        dx = _dgrad(call, algorithms, ops, dv)
+        dx = _dgrad(call, algorithms, ops, du)
         grads["x_view"] = dx
         if "x_scale" in wanted:
             grads["x_scale"] = jnp.sum(dx * (ops.x.astype(jnp.float32) - call.x_zero))
     if _needs(wanted, "wgrad"):
-        dw = _wgrad(call, algorithms, ops, dv)
+        dw = _wgrad(call, algorithms, ops, du)
         grads["w_view"] = dw
         if "w_scale" in wanted:
             terms = jnp.moveaxis(dw * ops.w.astype(jnp.float32), 0, -1)
@@ -267,6 +271,17 @@ def _conv_bwd(call: Call, saved: _Saved, cotangents: Any) -> tuple[Operands]:
     return (Operands(*(grads[f] if f in wanted else None for f in Operands._fields)),)
 
 
+def _reached(dy: jax.Array, saved: _Saved) -> tuple[jax.Array, _Saved]:
+    """Return both, the residuals not to be read before `dy` is there.
+
+    XLA would else make the wide copies of all codes early, and hold them.
+    """
+    ops = saved.ops
+    tensors = ops.x, ops.w, saved.codes, saved.active
+    dy, (x, w, codes, active) = lax.optimization_barrier((dy, tensors))
+    return dy, saved._replace(ops=ops._replace(x=x, w=w), codes=codes, active=active)
+
+
 def _recompute(call: Call, ops: Operands) -> jax.Array:
     """Return v, before the activation: the one tensor that is cheaper to make than to keep."""
     spec = dataclasses.replace(
@@ -279,23 +294,29 @@ def _recompute(call: Call, ops: Operands) -> jax.Array:
     return fprop(spec, ConvAlgorithms(), _value_operands(call, ops))
 
 
-def _dgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, dv: jax.Array) -> jax.Array:
+def _carrier(call: Call) -> str:
+    """Return the dtype in which gradients come from one convolution to the next.
+
+    That of dgrad's result, which is then read as it is; but none whose range is small.
+    """
+    return "float32" if call.grad_dtype == "float16" else call.grad_dtype
+
+
+def _dgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, du: jax.Array) -> jax.Array:
     spec = call.spec.backward("dgrad", call.grad_dtype)
-    # The barrier keeps XLA from making the wide copies of the codes early and holding them.
-    w, dy = lax.optimization_barrier((ops.w, dv * over_last(ops.w_scale, dv.ndim)))
-    operands = dy.astype(spec.y_dtype), w.astype(spec.w_dtype)
     pinned = call.algorithms.dgrad is not None
-    return _primitive.conv(spec, algorithms.dgrad, *operands, pinned=pinned).astype(jnp.float32)
+    dx = _primitive.conv(spec, algorithms.dgrad, du, ops.w.astype(spec.w_dtype), pinned=pinned)
+    return dx.astype(jnp.float32)
 
 
-def _wgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, dv: jax.Array) -> jax.Array:
+def _wgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, du: jax.Array) -> jax.Array:
     spec = call.spec.backward("wgrad", call.grad_dtype)
-    x, dy = lax.optimization_barrier((ops.x, dv))
     # At most 255 in magnitude with its zero point taken off: exact in every grad_dtype.
-    x = x.astype(spec.x_dtype) - jnp.asarray(call.x_zero, spec.x_dtype)
+    x = ops.x.astype(spec.x_dtype) - jnp.asarray(call.x_zero, spec.x_dtype)
     pinned = call.algorithms.wgrad is not None
-    dw = _primitive.conv(spec, algorithms.wgrad, x, dy.astype(spec.y_dtype), pinned=pinned)
-    return dw.astype(jnp.float32) * ops.x_scale
+    dw = _primitive.conv(spec, algorithms.wgrad, x, du, pinned=pinned).astype(jnp.float32)
+    scale = jnp.broadcast_to(ops.x_scale / ops.w_scale, dw.shape[:1])
+    return dw * scale[:, None, None, None]
 
 
 def _slope(call: Call, saved: _Saved, v: Any, shape: tuple[int, ...]) -> jax.Array | float:

@@ -337,7 +337,8 @@ def linear(
     out_dtype : dtype, optional
         float32 (default), bfloat16 or float16; with `out_scale` int8 (default) or uint8.
     grad_dtype : dtype, default bfloat16
-        What the backward products are carried in: bfloat16, float16 or float32.
+        What the backward products, and the cotangents that reach them, are carried in: bfloat16,
+        float16 or float32.
     algorithm : str, Algorithm or ConvAlgorithms, optional
         How to run it; chosen by jqconv if None.
 

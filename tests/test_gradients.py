@@ -426,7 +426,13 @@ def test_gradient_passes_through_a_uint8_residual(rng, zero_point):
 
     def loss(source):
         residual = jqconv.quantize(source, 0.01, zero_point=zero_point, dtype=jnp.uint8)
-        y = jqconv.conv2d(QTensor(x, 1e-4), QTensor(w, 1e-4), residual=residual, out_scale=0.05)
+        y = jqconv.conv2d(
+            QTensor(x, 1e-4),
+            QTensor(w, 1e-4),
+            residual=residual,
+            out_scale=0.05,
+            grad_dtype=jnp.float32,
+        )
         return jnp.sum(y.dequantize() * cotangent)
 
     # Codes stay inside their range, so the gradient is the cotangent itself.

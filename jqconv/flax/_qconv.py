@@ -88,7 +88,7 @@ class QConv(nnx.Conv):
     learned_scales : bool, default False
         Whether scales are parameters that training changes (learned step sizes).
     grad_dtype : dtype, default bfloat16
-        What the backward convolutions are carried in.
+        What the backward convolutions, and the cotangents that reach them, are carried in.
     algorithm : optional
         As for :func:`jqconv.conv2d`.
 
