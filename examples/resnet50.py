@@ -52,6 +52,8 @@ class ResNet50(nnx.Module):
         Bottlenecks in each stage.
     width : int
         Channels of the stem.
+    **options
+        Of every QConv, such as `learned_scales`.
     """
 
     def __init__(
@@ -60,12 +62,12 @@ class ResNet50(nnx.Module):
         classes: int = 1000,
         blocks: Sequence[int] = BLOCKS,
         width: int = 64,
+        **options: Any,
     ) -> None:
-        def conv(c: int, k: int, *args: Any, **options: Any) -> QConv:
-            norm = nnx.BatchNorm(k, momentum=0.9, rngs=rngs)
-            return QConv(
-                c, k, *args, use_bias=False, norm=norm, output="int8", rngs=rngs, **options
-            )
+        def conv(c: int, k: int, *args: Any, **kwargs: Any) -> QConv:
+            norm = nnx.BatchNorm(k, momentum=0.9, dtype=options.get("dtype"), rngs=rngs)
+            kwargs |= {"use_bias": False, "norm": norm, "output": "int8", "rngs": rngs}
+            return QConv(c, k, *args, **kwargs, **options)
 
         self.stem = conv(3, width, (7, 7), 2, padding=3, activation="relu")
         stages, c = [], width
@@ -75,7 +77,7 @@ class ResNet50(nnx.Module):
                 stages.append(Bottleneck(c, width * 2**stage, stride, conv))
                 c = 4 * width * 2**stage
         self.blocks = nnx.List(stages)
-        self.head = QConv(c, classes, (1, 1), rngs=rngs)
+        self.head = QConv(c, classes, (1, 1), rngs=rngs, **options)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Return logits (N, classes) of images (N, H, W, 3)."""
@@ -107,7 +109,7 @@ def natural(key: jax.Array, batch: int, size: int) -> jax.Array:
 def decibels(want: jax.Array, got: jax.Array) -> float:
     """Return the signal-to-quantization-noise ratio."""
     signal, noise = np.sum(np.square(want)), np.sum(np.square(want - got))
-    return float(10 * np.log10(signal / noise))
+    return float(10 * np.log10(signal / noise)) if noise else float("inf")
 
 
 def images_per_second(model: nnx.Module, images: jax.Array) -> float:

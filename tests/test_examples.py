@@ -14,18 +14,21 @@ def test_mnist_trains_and_reports(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
-    accuracies = re.search(r"accuracy, seed 0 +([\d.]+)% +([\d.]+)%", done.stdout)
+    accuracies = re.search(r"accuracy, seed 0 +([\d.]+)% +([\d.]+)% +([\d.]+)%", done.stdout)
     assert accuracies, done.stdout
     # Better than guessing, after 16 steps; and int8 close to float.
-    float_accuracy, int8_accuracy = map(float, accuracies.groups())
-    assert float_accuracy > 20
-    assert abs(float_accuracy - int8_accuracy) < 10
+    in_float, calibrated, trained = map(float, accuracies.groups())
+    assert in_float > 20
+    assert abs(in_float - calibrated) < 5
+    assert abs(in_float - trained) < 10
 
-    sizes = re.search(r"weights, bytes +([\d,]+) +([\d,]+)", done.stdout)
+    sizes = re.search(r"weights, bytes +([\d,]+) +([\d,]+) +([\d,]+)", done.stdout)
     assert sizes, done.stdout
-    float_bytes, int8_bytes = (int(text.replace(",", "")) for text in sizes.groups())
-    assert 3.5 < float_bytes / int8_bytes < 4
-    assert "int8 inference equals the training graph on 1000 of 1000 digits" in done.stdout
+    float_bytes, *int8_bytes = (int(text.replace(",", "")) for text in sizes.groups())
+    assert all(3.5 < float_bytes / size < 4 for size in int8_bytes)
+    agreeing = re.search(r"frozen, it reads as it was trained to on (\d+) of 1000", done.stdout)
+    assert agreeing, done.stdout
+    assert int(agreeing[1]) >= 998  # another order of float32 factors moves ties
 
     picture = (tmp_path / "mnist.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")

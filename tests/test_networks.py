@@ -1,30 +1,18 @@
 """Whole networks, from float to frozen int8: ResNet-50's and MobileNetV2's blocks."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import examples
 import jqconv.flax as jf
 import jqconv.nn
 from jqconv import QTensor
 from jqconv.flax import QConv
 
-EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "resnet50.py"
-
-
-def load_example():
-    spec = importlib.util.spec_from_file_location("resnet50", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-resnet50 = load_example()
+resnet50 = examples.load("resnet50")
 
 
 class InvertedResidual(nnx.Module):
