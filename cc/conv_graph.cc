@@ -305,51 +305,15 @@ Algorithm NameAlgorithm(const Graph& graph, int64_t index, const ConvSpec& spec,
   return algorithm;
 }
 
-// An algorithm with every value of its one knob, of which the heuristic proposes only some: others
-// can be a fifth faster. None where there is another number of knobs, which span too many plans.
-std::vector<Algorithm> SweepKnob(Graph& graph, const Algorithm& algorithm) {
-  constexpr int64_t kMost = 64;
-  std::vector<Algorithm> variants;
-  const auto named = FeKnobs(algorithm);
-  if (!named || named->size() != 1) return variants;
-  std::vector<fe::Knob> knobs;
-  Check(graph.get_knobs_for_engine(algorithm.engine, knobs), "list an engine's knobs");
-  for (const fe::Knob& knob : knobs) {
-    if (knob.type != named->begin()->first) continue;
-    const int64_t step = std::max<int64_t>(knob.stride, 1);
-    const int64_t last = std::min(knob.maxValue, knob.minValue + (kMost - 1) * step);
-    for (int64_t value = knob.minValue; value <= last; value += step) {
-      variants.push_back(algorithm);
-      variants.back().knobs.front().second = value;
-    }
-  }
-  return variants;
-}
-
-// Whether the heuristic itself has more than one value for the knob, which then matters.
-bool HasVariants(const Algorithm& algorithm, const std::vector<Algorithm>& proposed) {
-  const auto is_variant = [&algorithm](const Algorithm& other) {
-    return other.engine == algorithm.engine && other.knobs.size() == 1;
-  };
-  return std::count_if(proposed.begin(), proposed.end(), is_variant) > 1;
-}
-
 // What cuDNN proposes for one formulation; nothing where it refuses the graph.
 std::vector<Algorithm> ProposeFormulation(cudnnHandle_t handle, const ConvSpec& spec,
-                                          const std::string& formulation, bool sweep) {
+                                          const std::string& formulation) {
   std::vector<Algorithm> proposed;
   try {
     auto graph = MakeGraph(handle, spec, formulation);
     ProposeHeuristicPlans(*graph);
     for (int64_t index = 0; index < graph->get_execution_plan_count(); ++index) {
       proposed.push_back(NameAlgorithm(*graph, index, spec, formulation));
-    }
-    const std::vector<Algorithm> heuristic = sweep ? proposed : std::vector<Algorithm>();
-    for (const Algorithm& algorithm : heuristic) {
-      if (!HasVariants(algorithm, heuristic)) continue;
-      for (Algorithm& variant : SweepKnob(*graph, algorithm)) {
-        proposed.push_back(std::move(variant));
-      }
     }
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kNotFound) throw;
@@ -454,15 +418,41 @@ std::shared_ptr<const Plan> LoadPlan(cudnnHandle_t handle, const ConvSpec& spec,
   return plan;
 }
 
-std::vector<Algorithm> ProposeAlgorithms(cudnnHandle_t handle, const ConvSpec& spec, bool sweep) {
+std::vector<Algorithm> ProposeAlgorithms(cudnnHandle_t handle, const ConvSpec& spec) {
   std::vector<Algorithm> proposed;
   std::set<std::string> names;  // Heuristics repeat each other.
   for (const std::string& formulation : Formulations(spec)) {
-    for (Algorithm& algorithm : ProposeFormulation(handle, spec, formulation, sweep)) {
+    for (Algorithm& algorithm : ProposeFormulation(handle, spec, formulation)) {
       if (names.insert(PlanName(algorithm)).second) proposed.push_back(std::move(algorithm));
     }
   }
   return proposed;
+}
+
+std::vector<Algorithm> VaryKnobs(cudnnHandle_t handle, const ConvSpec& spec,
+                                 const Algorithm& algorithm) {
+  constexpr int64_t kMost = 64;  // Values of a knob.
+  const auto graph = MakeGraph(handle, spec, algorithm.formulation);
+  std::vector<fe::Knob> knobs;
+  Check(graph->get_knobs_for_engine(algorithm.engine, knobs), "list an engine's knobs");
+  std::vector<Algorithm> variants;
+  for (size_t i = 0; i < algorithm.knobs.size(); ++i) {
+    const auto& [number, chosen] = algorithm.knobs[i];
+    const auto type =
+        fe::convert_from_backend_knob_type(static_cast<cudnnBackendKnobType_t>(number));
+    const auto knob = std::find_if(knobs.begin(), knobs.end(),
+                                   [type](const fe::Knob& other) { return other.type == type; });
+    if (type == fe::KnobType_t::NOT_SET || knob == knobs.end()) continue;
+    const int64_t step = std::max<int64_t>(knob->stride, 1);
+    const int64_t last = std::min(knob->maxValue, knob->minValue + (kMost - 1) * step);
+    for (int64_t value = knob->minValue; value <= last; value += step) {
+      if (value == chosen) continue;
+      variants.push_back(algorithm);
+      variants.back().knobs[i].second = value;
+      variants.back().workspace = 0;  // Not known before it is built.
+    }
+  }
+  return variants;
 }
 
 std::shared_ptr<const Plan> BuildHeuristicPlan(cudnnHandle_t handle, const ConvSpec& spec,

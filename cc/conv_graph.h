@@ -55,10 +55,14 @@ std::shared_ptr<const Plan> LoadPlan(cudnnHandle_t handle, const ConvSpec& spec,
                                      const Algorithm& algorithm,
                                      const std::vector<uint8_t>& serialized);
 
-// Every algorithm that cuDNN proposes for `spec`, in every formulation, best guess first; with
-// `sweep`, then also the values of an engine's one knob that it does not propose. Not every one of
-// them builds.
-std::vector<Algorithm> ProposeAlgorithms(cudnnHandle_t handle, const ConvSpec& spec, bool sweep);
+// Every algorithm that cuDNN's heuristics propose for `spec`, in every formulation, best guess
+// first. Not every one of them builds.
+std::vector<Algorithm> ProposeAlgorithms(cudnnHandle_t handle, const ConvSpec& spec);
+
+// The algorithms that differ from `algorithm` in the value of one knob, of which the heuristics
+// propose only some. Not every one of them builds.
+std::vector<Algorithm> VaryKnobs(cudnnHandle_t handle, const ConvSpec& spec,
+                                 const Algorithm& algorithm);
 
 // cuDNN frontend's version, such as "1.28.0".
 std::string FrontendVersion();

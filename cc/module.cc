@@ -82,16 +82,26 @@ std::pair<std::string, std::string> Resolve(const std::string& spec, const std::
   }
 }
 
+std::vector<std::string> Texts(const std::vector<Algorithm>& algorithms) {
+  std::vector<std::string> texts;
+  for (const Algorithm& algorithm : algorithms) texts.push_back(ToString(algorithm));
+  return texts;
+}
+
 // The algorithms that cuDNN proposes; none where it refuses the convolution itself.
-std::vector<std::string> Propose(const std::string& spec_text, int device, bool sweep) {
+std::vector<std::string> Propose(const std::string& spec_text, int device) {
   const ConvSpec spec = ParseConvSpec(spec_text);
   const DeviceScope scope(device);
-  const auto handle = HandlePool::ForDevice(device).Borrow();
-  std::vector<std::string> texts;
-  for (const Algorithm& algorithm : ProposeAlgorithms(handle.get(), spec, sweep)) {
-    texts.push_back(ToString(algorithm));
-  }
-  return texts;
+  return Texts(ProposeAlgorithms(HandlePool::ForDevice(device).Borrow().get(), spec));
+}
+
+std::vector<std::string> Vary(const std::string& spec_text, const std::string& algorithm_text,
+                              int device) {
+  const ConvSpec spec = ParseConvSpec(spec_text);
+  const Algorithm algorithm = ParseAlgorithm(algorithm_text);
+  CheckLegal(algorithm, spec);
+  const DeviceScope scope(device);
+  return Texts(VaryKnobs(HandlePool::ForDevice(device).Borrow().get(), spec, algorithm));
 }
 
 nb::bytes Serialize(const std::string& spec, const std::string& algorithm, int device) {
@@ -177,7 +187,9 @@ NB_MODULE(_ext, m) {
   m.def("resolve", &Resolve, nb::arg("spec"), nb::arg("algorithm"), nb::arg("device"),
         nb::arg("workspace_limit"), nb::arg("deterministic"),
         nb::call_guard<nb::gil_scoped_release>());
-  m.def("propose", &Propose, nb::arg("spec"), nb::arg("device"), nb::arg("sweep"),
+  m.def("propose", &Propose, nb::arg("spec"), nb::arg("device"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("vary", &Vary, nb::arg("spec"), nb::arg("algorithm"), nb::arg("device"),
         nb::call_guard<nb::gil_scoped_release>());
   m.def("serialize", &Serialize, nb::arg("spec"), nb::arg("algorithm"), nb::arg("device"));
   m.def("set_store", &SetStore, nb::arg("choice"), nb::arg("plan"));

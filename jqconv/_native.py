@@ -105,13 +105,21 @@ def resolve(
     return found
 
 
-def propose(spec: str, device: int, sweep: bool) -> list[str]:
+def propose(spec: str, device: int) -> list[str]:
     """Return the text forms of what cuDNN proposes for `spec` on GPU `device`, best guess first.
 
-    With `sweep`, then also the values of an engine's knob that it does not propose. Not all of
-    them build. There are none where cuDNN refuses the convolution itself.
+    Not all of them build. There are none where cuDNN refuses the convolution itself.
     """
-    found: list[str] = extension().propose(spec, device, sweep)
+    found: list[str] = extension().propose(spec, device)
+    return found
+
+
+def vary(spec: str, algorithm: str, device: int) -> list[str]:
+    """Return the text forms of what differs from `algorithm` in the value of one knob.
+
+    Not all of them build.
+    """
+    found: list[str] = extension().vary(spec, algorithm, device)
     return found
 
 

@@ -55,9 +55,11 @@ _MOST_FORMS = 3
 #: times: values of the one knob (24, its tiles) of int8 engine 4. Found with cuDNN 9.19 by trying
 #: all values for the layers of ResNet-50 and for odd channels: benchmarks/conv_layers.py
 #: --exhaustive. Another version may number them differently: what does not build is skipped.
-_UNPROPOSED = {
-    (4, ((24, tiles),)) for tiles in (5, 6, 9, 24, 25, 26, 28, 32, 35, 40, 41, 42, 43, 47, 51, 55)
-}
+_ENGINE, _KNOB = 4, 24
+_UNPROPOSED = (5, 6, 9, 24, 25, 26, 28, 32, 35, 40, 41, 42, 43, 47, 51, 55)
+
+#: How often the neighbours of a gradient's two best plans are looked at, in every knob of theirs.
+_NEIGHBOUR_ROUNDS = 2
 
 
 def search(spec: ConvSpec, device: jax.Device, *, exhaustive: bool = False) -> Choice:
@@ -106,7 +108,7 @@ class _Form:
 
     name: str
     core: ConvSpec
-    proposed: list[Algorithm] = dataclasses.field(default_factory=list)  # in the first round
+    tried: set[Algorithm] = dataclasses.field(default_factory=set)
     times: dict[Algorithm, float] = dataclasses.field(default_factory=dict)
 
     def fastest_first(self) -> list[Algorithm]:
@@ -150,13 +152,16 @@ class _Search:
     def _finalists(self) -> list[_Form]:
         """Return the forms that could win, the plainest first, with times of their plans."""
         forms = [_Form(name, _forms.present(self.spec, name).core) for name in self._names()]
-        for form in forms:
-            form.proposed = self._proposals(form, sweep=self.exhaustive)
-        self._add(forms, lambda form: form.proposed)
+        self._add(forms, self._proposals)
+        if self.exhaustive:
+            self._add(forms, self._sweep)
         finalists = _contenders([form for form in forms if form.times])
         if not self.exhaustive:
-            self._add(finalists, self._unproposed)
+            self._add(finalists, _unproposed)
             self._add(finalists, _other_orders)
+        if self.spec.direction != "fprop":
+            for _ in range(_NEIGHBOUR_ROUNDS):
+                self._add(finalists, self._neighbours)
         self.trials += [
             Trial(str(form.named(plan)), us) for form in forms for plan, us in form.times.items()
         ]
@@ -166,31 +171,43 @@ class _Search:
         names = _forms.forms(self.spec) if self.exhaustive else _pruned(self.spec)
         return [name for name in names if runs_on_cudnn(_forms.present(self.spec, name).core)]
 
-    def _proposals(self, form: _Form, sweep: bool) -> list[Algorithm]:
-        texts = _native.propose(str(form.core), self.device.local_hardware_id, sweep)
+    def _proposals(self, form: _Form) -> list[Algorithm]:
+        texts = _native.propose(str(form.core), self.device.local_hardware_id)
         proposed = [Algorithm.parse(text, "tuned") for text in texts]
         if self.exhaustive:
             return proposed
         return [plan for plan in proposed if plan.formulation == form.core.formulation]
 
-    def _unproposed(self, form: _Form) -> list[Algorithm]:
-        """Return plans beside those that the heuristic proposes that are good for some shapes."""
-        if form.core.x_dtype != "int8":
+    def _sweep(self, form: _Form) -> list[Algorithm]:
+        """Return all values of int8 engines with one knob, in every formulation."""
+        if form.core.x_dtype != "int8":  # with half a dozen knobs, that is
             return []
-        return [
-            plan
-            for plan in self._proposals(form, sweep=True)
-            if plan not in form.proposed and (plan.engine, plan.knobs) in _UNPROPOSED
-        ]
+        first: dict[tuple[int, str], Algorithm] = {}
+        for plan in form.tried:
+            if len(plan.knobs) == 1:
+                first.setdefault((plan.engine, plan.formulation), plan)
+        return [variant for plan in first.values() for variant in self._vary(form, plan)]
+
+    def _neighbours(self, form: _Form) -> list[Algorithm]:
+        """Return what differs from the two best plans in one knob."""
+        best = form.fastest_first()[:2]
+        return [variant for plan in best for variant in self._vary(form, plan)]
+
+    def _vary(self, form: _Form, plan: Algorithm) -> list[Algorithm]:
+        texts = _native.vary(str(form.core), str(plan), self.device.local_hardware_id)
+        return [Algorithm.parse(text, "tuned") for text in texts]
 
     def _add(self, forms: list[_Form], candidates: Callable[[_Form], list[Algorithm]]) -> None:
         """Build and time more plans of each form; all builds are on their way before any is timed.
 
         What does not build or run is skipped and logged.
         """
-        wanted = [(form, candidates(form)) for form in forms]
-        self._room.enter_context(_native.room_for(sum(len(plans) for _, plans in wanted)))
-        pending = [(form, self._build(form.core, plans)) for form, plans in wanted]
+        pending = []
+        for form in forms:
+            plans = [plan for plan in dict.fromkeys(candidates(form)) if plan not in form.tried]
+            form.tried.update(plans)
+            self._room.enter_context(_native.room_for(len(plans)))
+            pending.append((form, self._build(form.core, plans)))
         for form, built in pending:
             form.times |= self._time(form.core, [plan for plan in built if plan is not None])
 
@@ -367,6 +384,18 @@ def _contenders(forms: list[_Form]) -> list[_Form]:
 
 def _best_us(form: _Form) -> float:
     return form.best_us
+
+
+def _unproposed(form: _Form) -> list[Algorithm]:
+    """Return plans that the heuristic never proposes and that are good for some shapes."""
+    if form.core.x_dtype != "int8":
+        return []
+    alike = [p for p in form.tried if p.engine == _ENGINE and [k for k, _ in p.knobs] == [_KNOB]]
+    return [
+        dataclasses.replace(plan, knobs=((_KNOB, value),))
+        for plan in alike[:1]
+        for value in _UNPROPOSED
+    ]
 
 
 def _other_orders(form: _Form) -> list[Algorithm]:

@@ -56,7 +56,8 @@ def test_public_names():
 def test_without_handlers_asking_for_them_says_how_to_get_them():
     for ask in (
         lambda: _native.resolve(SPEC, "", 0, 0),
-        lambda: _native.propose(SPEC, 0, False),
+        lambda: _native.propose(SPEC, 0),
+        lambda: _native.vary(SPEC, "int8/s:eng4@91900", 0),
         lambda: _native.serialize(SPEC, "int8/s:eng4@91900", 0),
         _native.versions,
     ):
@@ -108,7 +109,8 @@ def test_malformed_specs_are_named(old, new, word):
     spec = SPEC.replace(old, new)
     for ask in (
         lambda: _native.resolve(spec, "", 0, 2**25),
-        lambda: _native.propose(spec, 0, False),
+        lambda: _native.propose(spec, 0),
+        lambda: _native.vary(spec, "int8/s:eng4@91900", 0),
         lambda: _native.serialize(spec, "int8/s:eng4@91900", 0),
     ):
         with refused(ValueError, word):
@@ -129,8 +131,12 @@ def test_malformed_specs_are_named(old, new, word):
     ],
 )
 def test_malformed_and_unfit_algorithms_are_named(algorithm, word):
-    with refused(ValueError, word):
-        _native.resolve(SPEC, algorithm, 0, 2**25)
+    for ask in (
+        lambda: _native.resolve(SPEC, algorithm, 0, 2**25),
+        lambda: _native.vary(SPEC, algorithm, 0),
+    ):
+        with refused(ValueError, word):
+            ask()
 
 
 @needs_handlers
@@ -138,7 +144,8 @@ def test_malformed_and_unfit_algorithms_are_named(algorithm, word):
 def test_without_a_device_resolving_says_what_was_tried():
     for ask in (
         lambda: _native.resolve(SPEC, "", 0, 2**25),
-        lambda: _native.propose(SPEC, 0, False),
+        lambda: _native.propose(SPEC, 0),
+        lambda: _native.vary(SPEC, "int8/s:eng4@91900", 0),
         lambda: _native.serialize(SPEC, "int8/s:eng4@91900", 0),
     ):
         with pytest.raises(RuntimeError, match=r"(?i)cudnn|cuda"):

@@ -48,10 +48,10 @@ class Lab:
 
     def __init__(self):
         self.engines = range(3)
-        self.unproposed = []
+        self.variants = []
         self.room = self.most_room = 0
         self.cores = {}
-        self.proposed, self.built, self.timed, self.programs = [], [], [], []
+        self.proposed, self.varied, self.built, self.timed, self.programs = [], [], [], [], []
         self.operands, self.settings = [], []
 
     def builds(self, form, algorithm):
@@ -69,12 +69,20 @@ class Lab:
             self.cores[str(core)] = form, core
         return _search.search(spec, device or cpu(), **options)
 
-    def propose(self, spec, device, sweep):
+    def propose(self, spec, device):
         form, core = self.cores[spec]
-        self.proposed.append((form, sweep))
+        self.proposed.append(form)
         base = _forms.BASE_FORMS[core.x_dtype]
-        names = [*map(str, self.engines), *(self.unproposed if sweep else [])]
-        return [f"{base}/{f}:eng{name}@91900" for name in names for f in core.formulations]
+        return [f"{base}/{f}:eng{e}@91900" for e in self.engines for f in core.formulations]
+
+    def vary(self, spec, algorithm, device):
+        form, _ = self.cores[spec]
+        self.varied.append((form, algorithm))
+        base = dataclasses.replace(Algorithm.parse(algorithm), workspace=0)
+        return [
+            str(dataclasses.replace(base, knobs=((base.knobs[0][0], value),)))
+            for value in (self.variants if base.knobs else ())
+        ]
 
     @contextlib.contextmanager
     def room_for(self, plans):
@@ -120,6 +128,7 @@ class Lab:
 def lab(monkeypatch):
     lab = Lab()
     monkeypatch.setattr(_native, "propose", lab.propose)
+    monkeypatch.setattr(_native, "vary", lab.vary)
     monkeypatch.setattr(_native, "resolve", lab.resolve)
     monkeypatch.setattr(_native, "forget", lambda *plan: None)
     monkeypatch.setattr(_native, "room_for", lab.room_for)
@@ -237,7 +246,7 @@ def test_an_exhaustive_search_tries_everything(lab):
     spec = dataclasses.replace(ORDERED, x_shape=(1, 4, 4, 8), w_shape=(12, 3, 3, 8))
     forms = _forms.forms(spec)
     choice = lab.search(spec, exhaustive=True)
-    assert sorted(lab.proposed) == sorted((form, True) for form in forms)
+    assert sorted(lab.proposed) == sorted(forms)
     bare = {trial.algorithm for trial in choice.trials if not trial.whole}
     assert bare == {
         f"{form}/{formulation}:eng{engine},ws=8@91900"
@@ -249,27 +258,51 @@ def test_an_exhaustive_search_tries_everything(lab):
     assert "xla" in lab.programs
 
 
-def test_engines_of_bf16_are_not_swept(lab):
-    """Their dozens of values take long to build, and the heuristic knows the good ones."""
-    lab.search(spec_of(16, 12))
-    assert {form: sweep for form, sweep in lab.proposed if form in ("int8", "widened")} == {
-        "int8": True,
-        "widened": False,
-    }
-    lab.search(GRADIENTS["dgrad"])
-    assert lab.proposed[-1] == ("bf16", False)
+def built(lab):
+    return [algorithm for _, algorithm, _ in lab.built]
 
 
-def test_plans_that_the_heuristic_never_proposes_are_tried_where_they_are_known_to_win(lab):
-    lab.unproposed = ["4_k24=9", "4_k24=13", "2_k24=9", "4_k25=9", "4_k24=42"]
+def test_an_exhaustive_search_tries_every_value_of_a_knob(lab):
+    lab.engines, lab.variants = ["3", "4_k24=0", "4_k24=1"], [0, 1, 2, 3]
+    lab.search(ORDERED, exhaustive=True)
+    assert sorted(built(lab)) == sorted(
+        f"int8/{order}:eng{name}@91900"
+        for order in ("sbz", "szb")
+        for name in ("3", *(f"4_k24={value}" for value in range(4)))
+    )
+
+
+def test_a_search_of_int8_varies_no_knob_but_knows_values_that_win(lab):
+    lab.engines, lab.variants = ["2_k24=7", "4_k24=9", "4_k24=0", "4_k25=1"], [3]
     lab.search(PLAIN)
-    built = [algorithm for _, algorithm, _ in lab.built]
-    assert built[len(lab.engines) :] == [f"int8/s:eng4_k24={tiles}@91900" for tiles in (9, 42)]
+    assert not lab.varied
+    values = dict.fromkeys([9, 0, *_search._UNPROPOSED])
+    found = [name for name in built(lab) if ":eng4_k24=" in name]
+    assert found == [f"int8/s:eng4_k24={value}@91900" for value in values]
+
+
+def test_without_the_engine_nothing_is_known_to_win(lab):
+    lab.engines = ["3_k24=0", "4_k25=0", "4"]
+    lab.search(PLAIN)
+    assert len(lab.built) == len(lab.engines)
+
+
+@pytest.mark.parametrize("direction", GRADIENTS)
+def test_neighbours_of_the_best_plans_of_a_gradient_are_tried_and_theirs_again(lab, direction):
+    lab.engines, lab.variants = ["60_k2=0", "61_k2=0", "62_k2=0"], [1, 2]
+    lab.plan_us = lambda form, a: a.engine - 10 * (a.knobs[0][1] if a.engine == 61 else 0)
+    choice = lab.search(GRADIENTS[direction])
+    assert str(choice.algorithm) == "bf16/c:eng61_k2=2,ws=8@91900"
+    varied = [algorithm for _, algorithm in lab.varied]
+    assert varied == [
+        f"bf16/c:eng{name},ws=8@91900" for name in ("60_k2=0", "61_k2=0", "61_k2=2", "61_k2=1")
+    ]
+    assert len(set(built(lab))) == len(lab.built) == 3 + 4
 
 
 @pytest.mark.parametrize("exhaustive", [False, True])
 def test_the_cache_has_room_for_everything_that_is_compared(lab, exhaustive):
-    lab.unproposed = ["4_k24=9", "4_k24=42"]
+    lab.engines, lab.variants = ["4_k24=0"], range(64)
     lab.search(dataclasses.replace(SMALL, bias=True, residual="int8"), exhaustive=exhaustive)
     assert lab.most_room >= len(lab.built)
     assert lab.room == 0
@@ -289,16 +322,13 @@ def test_only_the_best_forms_are_looked_at_closely(lab):
     lab.search(spec)
     best = sorted(names[-_search._MOST_FORMS :])
     assert sorted(set(lab.programs)) == sorted(["int8", *best])
-    assert {form for form, sweep in lab.proposed if sweep} == {
-        name for name in ("int8", *best) if "widened" not in name
-    }
 
 
 def test_forms_that_cudnn_does_not_run_are_not_asked_for(lab):
     depthwise = spec_of(128, 128, 128)
     forms = [f for f in _forms.forms(depthwise) if f.startswith("dense")]
     lab.search(depthwise)
-    assert {form for form, _ in lab.proposed} == set(forms)
+    assert set(lab.proposed) == set(forms)
     assert not runs_on_cudnn(depthwise)
 
 

@@ -114,28 +114,54 @@ def test_smooth_activations_far_from_zero(activation):
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("direction", ["dgrad", "wgrad"])
-def test_gradient_forms(rng, plans, measured, direction, dtype):
+def draw_gradient(rng, direction, dtype):
+    """A spec of a gradient, its operands, and the gradient in float64."""
     spec = spec_of(Form()).backward(direction, dtype)
-    text, reason = plans[str(spec)]
-    assert text, reason
     geometry = Geometry(padding=spec.padding)
     dy = jnp.asarray(rng.normal(size=spec.y_shape), dtype)
     if direction == "dgrad":
         w = draw_codes(rng, (*KERNEL, X_SHAPE[-1], K)) // 4
         operands = dy, jnp.asarray(w.transpose(3, 0, 1, 2), dtype)
-        expected = oracle.dgrad(np.asarray(dy).astype(float), w, X_SHAPE, geometry)
-    else:
-        x = draw_codes(rng, X_SHAPE)
-        operands = jnp.asarray(x, dtype), dy
-        w_shape = (*KERNEL, X_SHAPE[-1], K)
-        expected = oracle.wgrad(x, np.asarray(dy).astype(float), w_shape, geometry)
-        expected = expected.transpose(3, 0, 1, 2)
+        return spec, operands, oracle.dgrad(np.asarray(dy).astype(float), w, X_SHAPE, geometry)
+    x = draw_codes(rng, X_SHAPE)
+    w_shape = (*KERNEL, X_SHAPE[-1], K)
+    expected = oracle.wgrad(x, np.asarray(dy).astype(float), w_shape, geometry)
+    return spec, (jnp.asarray(x, dtype), dy), expected.transpose(3, 0, 1, 2)
+
+
+DIRECTIONS = pytest.mark.parametrize("direction", ["dgrad", "wgrad"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@DIRECTIONS
+def test_gradient_forms(rng, plans, measured, direction, dtype):
+    spec, operands, expected = draw_gradient(rng, direction, dtype)
+    text, reason = plans[str(spec)]
+    assert text, reason
     result = _primitive.conv(spec, jqconv.Algorithm.parse(text), *operands)
     error = relative_error(result, expected)
     measured(f"{direction} {dtype}", f"relative error {error:.2e}")
     assert error < 4 * float(jnp.finfo(dtype).eps)
+
+
+@DIRECTIONS
+def test_plans_that_differ_in_a_knob_are_right(rng, direction):
+    """Of every engine that cuDNN proposes: the search tries them."""
+    spec, operands, expected = draw_gradient(rng, direction, "bfloat16")
+    engines = {}
+    for text in _native.propose(str(spec), 0):
+        engines.setdefault(jqconv.Algorithm.parse(text).engine, text)
+    variants = [v for text in engines.values() for v in _native.vary(str(spec), text, 0)]
+    assert variants
+    ran = 0
+    for variant in variants:
+        text, _ = _native.resolve(str(spec), variant, 0, 2**30)
+        if text:
+            plan = jqconv.Algorithm.parse(text)
+            result = _primitive.conv(spec, plan, *operands, pinned=True)
+            assert relative_error(result, expected) < 4 * float(jnp.finfo("bfloat16").eps), text
+            ran += 1
+    assert ran > 0
 
 
 BFLOAT16_FORMS = [

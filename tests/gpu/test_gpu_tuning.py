@@ -95,8 +95,9 @@ def test_plans_that_the_heuristic_never_proposes_are_exact(rng):
     problem = draw_problem(rng, RELU, x_shape=(2, 9, 8, 64), k=128)
     first = first_algorithm(problem.spec)
     ran = 0
-    for engine, knobs in _search._UNPROPOSED:
-        named = dataclasses.replace(first, engine=engine, knobs=knobs, workspace=0)
+    for value in _search._UNPROPOSED:
+        knobs = ((_search._KNOB, value),)
+        named = dataclasses.replace(first, engine=_search._ENGINE, knobs=knobs, workspace=0)
         text, _ = _native.resolve(str(problem.spec), str(named), 0, 2**30)
         if text:
             assert_same_codes(solve(problem, algorithm=Algorithm.parse(text)), problem.answer)
