@@ -88,6 +88,15 @@ def summarize(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     return found
 
 
+def bf16_wins(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the layers that XLA runs faster in bf16, with both times."""
+    return [
+        f"{row['layer']}: {row['xla_bf16_us']:.1f} against {row['jit_us']:.1f}"
+        for row in rows
+        if row["xla_bf16_us"] < row["jit_us"]
+    ] or ["none"]
+
+
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -108,6 +117,8 @@ def main() -> None:
     summary = summarize(rows, names)
     for name, value in summary.items():
         print(f"{name}: {value:.3f}")
+    if not args.no_xla:
+        print("XLA's bf16 is faster for:", *bf16_wins(rows), sep="\n  ")
     search = jqconv.config.search
     report = {"batch": args.batch, "search": search, "summary": summary, "layers": rows}
     write_json(args.json, report)

@@ -36,8 +36,8 @@ def floor_us(spec: ConvSpec, bandwidth: float) -> float:
 
 def copy_bandwidth() -> float:
     """Return bytes per second, read and written, of a large device-to-device copy."""
-    x = jnp.zeros((2**31,), jnp.uint8)
-    copy = jax.jit(lambda _, x: x + jnp.uint8(1), donate_argnums=0, keep_unused=True)
+    x = jnp.zeros((2**29,), jnp.uint32)  # bytes would be added one by one, at a third of the rate
+    copy = jax.jit(lambda _, x: x + jnp.uint32(1), donate_argnums=0, keep_unused=True)
     return 2 * x.nbytes / pipelined(copy, jnp.copy(x), x)
 
 

@@ -279,9 +279,22 @@ class ConvSpec:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of all operands and of the result, each once."""
+        """Bytes of all operands and of the result, each once; of x those that a window covers."""
         tensors = [*self.operands.values(), self.result]
-        return sum(math.prod(shape) * _ITEMSIZE[dtype] for shape, dtype in tensors)
+        moved = sum(math.prod(shape) * _ITEMSIZE[dtype] for shape, dtype in tensors)
+        if self.direction == "dgrad":  # writes all of x
+            return moved
+        n, h, w, c = self.x_shape
+        covered = math.prod(self._covered(axis) for axis in (0, 1))
+        return moved - n * (h * w - covered) * c * _ITEMSIZE[self.x_dtype]
+
+    def _covered(self, axis: int) -> int:
+        """Return how many positions of x along a spatial axis are in some window."""
+        starts = range(0, self.y_shape[1 + axis] * self.strides[axis], self.strides[axis])
+        taps = range(0, self.w_shape[1 + axis] * self.dilation[axis], self.dilation[axis])
+        low = self.padding[axis][0]
+        positions = {start + tap - low for start in starts for tap in taps}
+        return sum(0 <= position < self.x_shape[1 + axis] for position in positions)
 
     @property
     def operations(self) -> int:

@@ -1,6 +1,7 @@
 """ConvSpec: shapes, padding, the text form that the native side reads, and what it refuses."""
 
 import dataclasses
+import math
 
 import oracle
 import pytest
@@ -204,3 +205,24 @@ def test_activation_text(given, text):
 def test_bad_activation_is_named(given, word):
     with pytest.raises(ValueError, match=word):
         Activation.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "window", "covered"),
+    [
+        ({}, (1, 1), 8 * 6),
+        ({"strides": (2, 2)}, (1, 1), 4 * 3),
+        ({"strides": (3, 3)}, (2, 2), 6 * 4),
+        ({"padding": ((1, 1), (1, 1))}, (3, 3), 8 * 6),
+        ({"strides": (2, 2), "padding": ((1, 1), (0, 0))}, (1, 1), 4 * 3),
+        ({"dilation": (4, 1)}, (2, 2), 8 * 6),
+        ({"dilation": (7, 5)}, (2, 2), 2 * 2),
+    ],
+    ids=str,
+)
+def test_bytes_that_no_window_covers_are_not_moved(geometry, window, covered):
+    one = ConvSpec(x_shape=(2, 8, 6, 3), w_shape=(5, *window, 3), multiplier="scalar", **geometry)
+    rest = 5 * math.prod(window) * 3 + math.prod(one.y_shape) + 4
+    assert one.bytes_moved == 2 * covered * 3 + rest
+    gradient = one.backward("dgrad", "bfloat16")
+    assert gradient.bytes_moved == 2 * (2 * 8 * 6 * 3 + rest - 4)
