@@ -58,6 +58,9 @@ _MOST_FORMS = 3
 _ENGINE, _KNOB = 4, 24
 _UNPROPOSED = (5, 6, 9, 24, 25, 26, 28, 32, 35, 40, 41, 42, 43, 47, 51, 55)
 
+#: How many times faster the best value of a knob may be than those that the heuristic proposes.
+_MOST_GAIN = 2.0
+
 #: How often the neighbours of a gradient's two best plans are looked at, in every knob of theirs.
 _NEIGHBOUR_ROUNDS = 2
 
@@ -72,8 +75,9 @@ def search(spec: ConvSpec, device: jax.Device, *, exhaustive: bool = False) -> C
     device : Device
         A GPU of this process.
     exhaustive : bool, default False
-        Whether to build everything that cuDNN proposes in every form and formulation. Otherwise
-        forms that do not pay for such shapes are left out, and other formulations are tried for
+        Whether to build everything that cuDNN proposes in every form and formulation, and, in
+        int8 forms that could win by it, every value of an engine's one knob. Otherwise forms that
+        do not pay for such shapes are left out, few values are tried, and other formulations for
         the best engines alone.
     """
     # A thread of its own: this may be called while JAX traces or compiles, in contexts that must
@@ -153,9 +157,11 @@ class _Search:
         """Return the forms that could win, the plainest first, with times of their plans."""
         forms = [_Form(name, _forms.present(self.spec, name).core) for name in self._names()]
         self._add(forms, self._proposals)
+        forms = [form for form in forms if form.times]
         if self.exhaustive:
-            self._add(forms, self._sweep)
-        finalists = _contenders([form for form in forms if form.times])
+            limit = _MOST_GAIN * min(map(_best_us, forms), default=0)
+            self._add([form for form in forms if form.best_us <= limit], self._sweep)
+        finalists = _contenders(forms)
         if not self.exhaustive:
             self._add(finalists, _unproposed)
             self._add(finalists, _other_orders)

@@ -272,6 +272,14 @@ def test_an_exhaustive_search_tries_every_value_of_a_knob(lab):
     )
 
 
+def test_forms_that_no_value_of_a_knob_could_save_are_not_swept(lab):
+    lab.engines, lab.variants = ["4_k24=0"], [0, 1]
+    times = {"int8": 100, "padded_c128": 199, "padded128": 201}
+    lab.plan_us = lambda form, a: times.get(form, 500)
+    lab.search(SMALL, exhaustive=True)
+    assert {form for form, _ in lab.varied} == {"int8", "padded_c128"}
+
+
 def test_a_search_of_int8_varies_no_knob_but_knows_values_that_win(lab):
     lab.engines, lab.variants = ["2_k24=7", "4_k24=9", "4_k24=0", "4_k25=1"], [3]
     lab.search(PLAIN)
