@@ -11,7 +11,7 @@ from flax import nnx
 import examples
 import jqconv.flax as jf
 
-# G
+pytestmark = pytest.mark.gpu
 
 resnet50 = examples.load("resnet50")
 IMAGES = np.asarray(resnet50.natural(jax.random.key(0), 4, 64))
