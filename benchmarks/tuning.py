@@ -1,8 +1,10 @@
 """How long jqconv.tune takes for ResNet-50, and what the next process finds.
 
 Starts with an empty store of its own. The second process resolves every plan from the store alone.
+With ``--mnist`` instead: 100 training steps of examples/mnist.py, twice, searching on first use.
 
     python benchmarks/tuning.py --json benchmarks/results/tuning_h200_n64.json
+    python benchmarks/tuning.py --mnist --json benchmarks/results/tuning_h200_mnist.json
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -50,11 +53,50 @@ def load_all(specs: list[ConvSpec]) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start, "searches": dict(jqconv.search_counts())}
 
 
+MNIST = pathlib.Path(__file__).parents[1] / "examples" / "mnist.py"
+#: Runs the example, 100 steps in three phases, and tells what was searched for and what is stored.
+RUN_MNIST = """
+import json, runpy, sys
+import jqconv
+path, picture = sys.argv[1:]
+sys.argv = [path, "--epochs", "2", "--train-size", "3200", "--out", picture]
+runpy.run_path(path, run_name="__main__")
+print(json.dumps({"searches": jqconv.search_counts(), "stored": len(list(jqconv.cache.entries()))}))
+"""
+
+
+def run_mnist(store: str) -> dict[str, Any]:
+    """Run the example in a process of its own."""
+    picture = os.path.join(store, "mnist.png")
+    command = [sys.executable, "-c", RUN_MNIST, str(MNIST), picture]
+    start = time.perf_counter()
+    found = last_line(command, store)
+    return found | {"seconds": time.perf_counter() - start}
+
+
+def last_line(command: list[str], store: str) -> dict[str, Any]:
+    """Run a command that searches with `store`, and return what its last line says in JSON."""
+    environment = os.environ | {"JQCONV_CACHE_DIR": store, "JQCONV_SEARCH": "tune"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_mnist(path: str | None) -> None:
+    """Run the example twice; print and write what each run searched for."""
+    with tempfile.TemporaryDirectory() as store:
+        runs = [run_mnist(store) for _ in range(2)]
+    for run in runs:
+        searches = sum(run["searches"].values())
+        print(f"{run['seconds']:.0f} s, {searches} searches, {run['stored']} signatures stored")
+    write_json(path, {"mnist": runs})
+
+
 def main() -> None:
     """Tune, start the second process, print and write both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--exhaustive", action="store_true", help="search through everything")
+    parser.add_argument("--mnist", action="store_true", help="examples/mnist.py instead")
     parser.add_argument("--load", action="store_true", help="only load: the second process")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
@@ -64,6 +106,9 @@ def main() -> None:
         return
 
     need_gpu()
+    if args.mnist:
+        measure_mnist(args.json)
+        return
     with tempfile.TemporaryDirectory() as store, jqconv.config.using(cache_dir=store):
         run, shapes = network(specs)
         start = time.perf_counter()
@@ -72,9 +117,7 @@ def main() -> None:
         print(report)
         print(f"tuned in {seconds:.1f} s on {os.cpu_count()} cores")
         command = [sys.executable, __file__, "--load", "--batch", str(args.batch)]
-        environment = os.environ | {"JQCONV_CACHE_DIR": store, "JQCONV_SEARCH": "tune"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    second = json.loads(done.stdout.splitlines()[-1])
+        second = last_line(command, store)
     print(f"the second process: {second['seconds']:.2f} s, searches {second['searches']}")
     rows = [
         {"layer": str(layer), "algorithm": row.algorithm, "us": row.microseconds, "note": row.note}
