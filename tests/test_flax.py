@@ -470,6 +470,213 @@ def test_a_layer_with_two_input_scales_cannot_be_frozen():
         jf.freeze(model, images())
 
 
+# Models that are not what they seem.
+
+
+def conv(seed=0, **options):
+    return nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(seed), **options)
+
+
+class Contained(nnx.Module):
+    """Layers in plain containers."""
+
+    def __init__(self, make):
+        self.listed = nnx.data([make(0), {"deep": make(1)}])
+        self.paired = nnx.data((make(2), make(3)))
+        self.named = nnx.data({"one": make(4)})
+
+    def __call__(self, x):
+        layers = [self.listed[0], self.listed[1]["deep"], *self.paired, self.named["one"]]
+        for layer in layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_in_plain_containers_are_layers():
+    model, x = Contained(conv), images()
+    want = model(x)
+    report = jf.quantize(model, observer="absmax")
+    assert [name for name, _, _ in report.rows] == [
+        "listed.0",
+        "listed.1.deep",
+        "paired.0",
+        "paired.1",
+        "named.one",
+    ]
+    np.testing.assert_array_equal(model(x), want)
+    jf.calibrate(model, [x], progress=False)
+    assert decibels(want, model(x)) > 20
+    jf.freeze(model, x)
+    assert decibels(want, model(x)) > 20
+    assert not jf.qconvs(model)
+    assert isinstance(model.paired, tuple)
+
+
+@pytest.mark.parametrize("layer", [conv(), jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))], ids=repr)
+@pytest.mark.parametrize("step", [jf.quantize, lambda layer: jf.freeze(layer, images())])
+def test_a_layer_itself_is_no_model(layer, step):
+    with pytest.raises(ValueError, match=r"itself a Q?Conv.*nnx\.Sequential"):
+        step(layer)
+
+
+class Standardized(nnx.Conv):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def test_a_convolution_that_computes_something_else_is_left_alone():
+    model, x = nnx.Sequential(conv(), Standardized(8, 8, (3, 3), rngs=nnx.Rngs(0))), images()
+    want = model(x)
+    (_, (name, runs_in, why)) = jf.quantize(model).rows
+    assert (name, runs_in) == ("layers.1", "float")
+    assert "Standardized" in why
+    np.testing.assert_array_equal(model(x), want)
+
+
+def test_transposed_convolutions_are_reported():
+    model = nnx.Sequential(conv(), nnx.ConvTranspose(8, 8, (3, 3), rngs=nnx.Rngs(0)))
+    (_, (name, runs_in, why)) = jf.quantize(model).rows
+    assert (name, runs_in) == ("layers.1", "float")
+    assert "ConvTranspose" in why
+
+
+def stacked(make):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def layers(rngs):
+        return make(8, 8, (3, 3), rngs=rngs)
+
+    model = nnx.Module()
+    model.stack = layers(nnx.Rngs(0))
+    return model
+
+
+def test_stacked_layers_are_refused():
+    ((_, runs_in, why),) = jf.quantize(stacked(nnx.Conv)).rows
+    assert runs_in == "float"
+    assert "nnx.vmap" in why
+    for step in (jf.calibrate, jf.sensitivity):
+        with pytest.raises(ValueError, match=r"stack holds several layers.*nnx\.vmap"):
+            step(stacked(jf.QConv), [])
+
+
+class Misnamed(nnx.Module):
+    """Its names are in another order than its layers."""
+
+    def __init__(self):
+        self.stem, self.middle, self.a_head = conv(0), conv(1), conv(2)
+
+    def __call__(self, x):
+        return self.a_head(self.middle(self.stem(x)))
+
+
+def test_first_and_last_are_those_of_the_definition():
+    report = jf.quantize(Misnamed(), first_in_float=True, last_in_float=True)
+    assert [row[:2] for row in report.rows] == [
+        ("stem", "float"),
+        ("middle", "int8"),
+        ("a_head", "float"),
+    ]
+
+
+def test_wrong_options_are_no_reason_to_leave_layers_in_float():
+    with pytest.raises(ValueError, match="'foo' is unknown"):
+        jf.quantize(Misnamed(), observer="foo")
+    with pytest.raises(ValueError, match="grad_dtype='int8'"):
+        jf.quantize(Misnamed(), grad_dtype="int8")
+    with pytest.raises(ValueError, match="algorithm='fast'"):
+        jf.quantize(Misnamed(), algorithm="fast")
+    with pytest.raises(TypeError, match=r"skip=\['stem'\]"):
+        jf.quantize(Misnamed(), skip="stem")
+
+
+OBSERVERS = pytest.mark.parametrize(
+    "observer", ["absmax", "moving_average", "percentile", "mse"], ids=str
+)
+
+
+@OBSERVERS
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite_do_not_calibrate(observer, value):
+    layer = jf.QConv(8, 8, (3, 3), observer=observer, rngs=nnx.Rngs(0))
+    model, bad = nnx.Sequential(layer), images().at[0, 1, 2, 3].set(value)
+    with pytest.raises(ValueError, match=r"not finite reached layers\.0"):
+        jf.calibrate(model, [images(), bad, images()], progress=False)
+    assert layer.mode == "float"
+    jf.calibrate(model, [images()], progress=False)  # what was seen before is forgotten
+    assert 0.01 < layer.x_scale[...] < 0.1
+
+
+@OBSERVERS
+def test_zeros_do_not_calibrate(observer):
+    model = nnx.Sequential(jf.QConv(8, 8, (3, 3), observer=observer, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="only zeros"):
+        jf.calibrate(model, [0 * images()], progress=False)
+
+
+def test_sensitivity_needs_scales_and_batches():
+    model = nnx.Sequential(pair((3, 3))[0])
+    with pytest.raises(ValueError, match=r"layers\.0 has no scales"):
+        jf.sensitivity(model, [images()])
+    batches = iter([images()])
+    jf.calibrate(model, batches, progress=False)
+    with pytest.raises(ValueError, match="no batches"):
+        jf.sensitivity(model, batches)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
+def test_images_of_integers_are_taken_in_every_mode(dtype):
+    pixels = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 7, 6, 8)), dtype)
+    model = nnx.Sequential(pair((3, 3))[0])
+    want = model(pixels)
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(want, pair((3, 3))[1](pixels))
+    jf.calibrate(model, [pixels], progress=False)
+    assert decibels(want, model(pixels)) > 25
+    jf.freeze(model, pixels)
+    assert decibels(want, model(pixels)) > 25
+
+
+def test_a_residual_of_another_rank_is_named_in_every_mode():
+    layer = jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))
+    for mode in ("float", "train"):
+        layer.mode = mode
+        with pytest.raises(ValueError, match=r"residual has shape \(8,\)"):
+            layer(images(), residual=jnp.ones(8))
+
+
+class Added(nnx.Module):
+    def __init__(self, output):
+        self.first = jf.QConv(8, 8, (3, 3), output=output, rngs=nnx.Rngs(0))
+        self.second = jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(1))
+
+    def __call__(self, x, adapt=lambda residual: residual):
+        y = self.first(x)
+        return self.second(y, residual=adapt(y))
+
+
+@pytest.mark.parametrize("output", ["float", "int8"])
+def test_another_kind_of_residual_than_it_was_frozen_for_is_refused(output):
+    model, x = Added(output), images()
+    jf.calibrate(model, [x], progress=False)
+    jf.freeze(model, x)
+    model(x)
+    other = {"float": lambda y: jqconv.quantize(y, 0.1), "int8": lambda y: y.dequantize()}[output]
+    for adapt in (other, lambda y: None):
+        with pytest.raises(TypeError, match="frozen for a residual"):
+            model(x, adapt)
+
+
+def test_a_frozen_layer_sends_back_no_silent_zero():
+    model = nnx.Sequential(conv(), jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0)))
+    jf.calibrate(model, [images()], progress=False)
+    jf.freeze(model, images())
+    with pytest.raises(TypeError, match="frozen QConv has no gradient"):
+        nnx.grad(lambda model, x: model(x).sum())(model, images())
+    kept = jax.grad(lambda x: model.layers[1](jax.lax.stop_gradient(x)).sum() + x.sum())
+    np.testing.assert_array_equal(kept(images()), jnp.ones_like(images()))
+
+
 # BatchNorm.
 
 
@@ -542,6 +749,52 @@ def test_folding_that_would_change_the_model_is_taken_back():
         jf.fold_batch_norm(model, x)
     np.testing.assert_array_equal(model(x), want)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), state)
+
+
+@pytest.mark.parametrize(
+    ("example", "output"),
+    [(images()[:0], lambda y: y), (images(), lambda y: y.argmax(-1))],
+    ids=["empty", "classes"],
+)
+def test_folding_needs_floats_to_check_by(example, output):
+    model = nnx.Sequential(Twice(), output)
+    with pytest.raises(ValueError, match="no floats"):
+        jf.fold_batch_norm(model, example)
+
+
+class Mixed(nnx.Module):
+    """bf16 inside, float32 logits, some of them minus infinity."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.convs = nnx.List([conv(i, dtype=jnp.bfloat16) for i in range(3)])
+        norms = [nnx.BatchNorm(8, dtype=jnp.bfloat16, rngs=rngs) for _ in range(3)]
+        self.norms = nnx.List([with_statistics(norm, i) for i, norm in enumerate(norms)])
+        self.eval()
+
+    def __call__(self, x):
+        for convolution, norm in zip(self.convs, self.norms, strict=True):
+            x = nnx.relu(norm(convolution(x)))
+        logits = x.mean((1, 2)).astype(jnp.float32)
+        return jnp.where(jnp.arange(8) < 2, -jnp.inf, logits)
+
+
+def test_bf16_models_with_other_outputs_fold():
+    model, x = Mixed(), images()
+    want = model(x)
+    assert all(into for _, into, _ in jf.fold_batch_norm(model, x).rows)
+    np.testing.assert_allclose(model(x), want, rtol=5e-2, atol=5e-2)
+
+
+def test_a_norm_behind_an_activation_stays():
+    layer = jf.QConv(8, 8, (3, 3), activation="relu", rngs=nnx.Rngs(0))
+    model = nnx.Sequential(layer, with_statistics(nnx.BatchNorm(8, rngs=nnx.Rngs(0))))
+    model.eval()
+    want = model(images())
+    ((_, into, why),) = jf.fold_batch_norm(model, images()).rows
+    assert not into
+    assert "activation" in why
+    np.testing.assert_array_equal(model(images()), want)
 
 
 def test_a_model_without_batch_norm_is_left_alone():

@@ -14,8 +14,9 @@ from jqconv._table import Table
 from jqconv.flax._model import modules, qconvs, replace
 from jqconv.flax._qconv import QConv
 
-#: How far the folded model may be from the model, against the largest magnitude of its output.
-_ROUNDING = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+#: How far the folded model may be from the model, against the largest magnitude of its output, by
+#: what it computes in. (Folding itself is done in float32.)
+_ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 class Identity(nnx.Module):
@@ -67,7 +68,8 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     model : flax.nnx.Module
         In evaluation (``model.eval()``), where its BatchNorms use their running averages.
     *example, **kwargs
-        Arguments of the model; their values do not matter.
+        Arguments of the model, typical ones: what it returns for them is what folding is checked
+        by.
 
     Returns
     -------
@@ -77,8 +79,9 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     Raises
     ------
     ValueError
-        If a BatchNorm uses the batch's statistics, or folding would change what the model computes,
-        as where a convolution's output goes elsewhere too; the model is then as it was.
+        If a BatchNorm uses the batch's statistics, the model returns no floats to check by for the
+        example, or folding would change what it computes, as where a convolution's output goes
+        elsewhere too; the model is then as it was.
 
     Examples
     --------
@@ -102,6 +105,11 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     _check_scales(named)
     owners = {id(m.norm): m for m in named.values() if isinstance(m, QConv) and m.norm is not None}
     before, calls = _watch(model, owners.keys(), example, kwargs)
+    if not any(leaf.size for leaf in _floats(before)):
+        raise ValueError(
+            "the model returns no floats for the example, by which to check that folding changes "
+            "nothing: give one of at least one image, of a model that returns logits"
+        )
     pairs: dict[int, tuple[nnx.Conv, nnx.BatchNorm]] = {}
     rows = []
     for name, norm in norms.items():
@@ -109,7 +117,7 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
         rows.append((name, "" if conv is None else convs[id(conv)], why))
         if conv is not None:
             pairs[id(norm)] = (conv, norm)
-    _fold_all(model, list(pairs.values()), before, example, kwargs)
+    _fold_all(model, list(pairs.values()), before, _rounding(model, before, calls), example, kwargs)
     return Table(("batch norm", "folded into", "why"), tuple(rows))
 
 
@@ -151,6 +159,8 @@ def _conv_before(norm: nnx.BatchNorm, calls: _Calls) -> tuple[nnx.Conv | None, s
         return None, "its input is not a convolution's output"
     if len(calls.of(conv)) != 1:
         return None, "the convolution before it is called more than once"
+    if isinstance(conv, QConv) and (conv.activation or conv.norm):
+        return None, "the QConv before it has a norm or an activation of its own in between"
     if norm.axis not in (-1, x.ndim - 1):
         return None, f"it normalizes axis {norm.axis}, not the channels"
     return conv, ""
@@ -160,10 +170,11 @@ def _fold_all(
     model: Any,
     pairs: list[tuple[nnx.Conv, nnx.BatchNorm]],
     before: Any,
+    rounding: float,
     example: Any,
     kwargs: Any,
 ) -> None:
-    """Fold, and take it back if the model then computes something else."""
+    """Fold, and take it back if the model then computes something else beyond `rounding`."""
     kept = [(conv, nnx.clone(conv)) for conv, _ in pairs]
     identities = [(norm, Identity()) for _, norm in pairs]
     for conv, norm in pairs:
@@ -174,9 +185,8 @@ def _fold_all(
     for owner in owners.values():
         owner.norm = None
     replace(model, {id(norm): identity for norm, identity in identities})
-    # Codes may move at ties.
-    rounding = 5e-2 if any(layer.mode == "train" for layer in qconvs(model).values()) else 0.0
-    if _is_close(before, model(*example, **kwargs), rounding):
+    off = _difference(before, model(*example, **kwargs))
+    if off <= rounding:
         return
     for conv, before_folding in kept:
         conv.kernel[...] = before_folding.kernel[...]
@@ -188,8 +198,9 @@ def _fold_all(
         if id(norm) in owners:
             owners[id(norm)].norm = norm
     raise ValueError(
-        "folding would change what the model computes on the example: some convolution's output "
-        "goes elsewhere beside its BatchNorm"
+        f"folding would change what the model computes on the example, by {off:.1e} of its largest "
+        f"output where {rounding:.0e} is rounding: most likely some convolution's output goes "
+        "elsewhere beside its BatchNorm"
     )
 
 
@@ -208,21 +219,30 @@ def _fold(conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
     conv.use_bias = True
 
 
-def _is_close(before: Any, after: Any, rounding: float) -> bool:
-    """Whether two outputs, trees of arrays, differ by no more than rounding."""
-    before, after = jax.tree.map(_as_float, (before, after), is_leaf=_is_quantized)
-    return all(
-        bool(
-            jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)), initial=0.0)
-            <= max(rounding, _ROUNDING.get(a.dtype.name, 0.0)) * jnp.max(jnp.abs(a), initial=0.0)
-        )
-        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    )
+def _rounding(model: nnx.Module, before: Any, calls: _Calls) -> float:
+    """Return how far apart two ways to compute the same may be: by the coarsest dtype in it."""
+    if any(layer.mode == "train" for layer in qconvs(model).values()):
+        return 5e-2  # codes may move at ties
+    arrays = _floats((before, [y for _, _, y in calls.seen]))
+    return max(_ROUNDING.get(array.dtype.name, 0.0) for array in arrays)
 
 
-def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QTensor)
+def _difference(before: Any, after: Any) -> float:
+    """Return how far two outputs, trees of arrays, are apart, against the largest magnitude."""
+
+    def of(a: jax.Array, b: jax.Array) -> float:
+        finite = jnp.isfinite(a)
+        a, b = (jnp.where(finite | (a != b), x.astype(jnp.float32), 0.0) for x in (a, b))
+        largest = jnp.max(jnp.where(finite, jnp.abs(a), 0.0), initial=0.0)
+        off = jnp.max(jnp.abs(a - b), initial=0.0)
+        return float(jnp.where(off == 0, 0.0, off / largest))
+
+    pairs = zip(_floats(before), _floats(after), strict=True)
+    return max(of(a, b) for a, b in pairs if a.size)
 
 
-def _as_float(leaf: Any) -> Any:
-    return leaf.dequantize() if isinstance(leaf, QTensor) else leaf
+def _floats(tree: Any) -> list[jax.Array]:
+    """Return the float arrays of a tree, and QTensors as such."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    arrays = [x.dequantize() if isinstance(x, QTensor) else jnp.asarray(x) for x in leaves]
+    return [array for array in arrays if jnp.issubdtype(array.dtype, jnp.floating)]

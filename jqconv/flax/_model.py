@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from tqdm.auto import tqdm
 
@@ -85,10 +86,33 @@ def set_mode(model: nnx.Module, mode: Mode) -> None:
         layer.mode = mode
 
 
-def modules(model: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
-    """Yield the modules of `model` with their paths, in the order of definition."""
-    for path, module in list(nnx.iter_modules(model)):
-        yield tuple(str(key) for key in path), module
+def modules(model: nnx.Module) -> list[tuple[Path, nnx.Module]]:
+    """Return `model` and the modules in it with their paths, each once.
+
+    In the order of definition, where `nnx.iter_modules` goes by name. (A model that `nnx.merge` or
+    `nnx.clone` made has only names left to go by.)
+    """
+    found: dict[int, tuple[Path, nnx.Module]] = {}
+
+    def walk(path: Path, value: Any) -> None:
+        if isinstance(value, nnx.Module):
+            if id(value) in found:
+                return
+            found[id(value)] = path, value
+        for key, child in _children(value):
+            walk((*path, str(key)), child)
+
+    walk((), model)
+    return list(found.values())
+
+
+def _children(value: Any) -> list[tuple[Any, Any]]:
+    """Return what is in a module or a plain container, with its names."""
+    if isinstance(value, list | tuple | nnx.List):
+        return list(enumerate(value))
+    if isinstance(value, nnx.Module):
+        return [(k, v) for k, v in vars(value).items() if not k.startswith("_pytree__")]
+    return list(value.items()) if isinstance(value, dict) else []
 
 
 def _name(path: Path) -> str:
@@ -97,15 +121,27 @@ def _name(path: Path) -> str:
 
 def replace(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> None:
     """Put other modules in the places of those with these ids, everywhere in `model`."""
-    for _, parent in list(modules(model)):
-        if isinstance(parent, nnx.List):
-            for index, child in enumerate(parent):
-                if id(child) in replacements:
-                    parent[index] = replacements[id(child)]
-            continue
-        for name, child in list(vars(parent).items()):
-            if isinstance(child, nnx.Module) and id(child) in replacements:
-                setattr(parent, name, replacements[id(child)])
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, nnx.Module):
+            return replacements.get(id(value), value)
+        if isinstance(value, tuple):
+            new = [replaced(item) for item in value]
+            same = all(a is b for a, b in zip(new, value, strict=True))
+            return value if same else tuple(new)
+        for key, item in _children(value):
+            value[key] = replaced(item)
+        return value
+
+    for _, parent in modules(model):
+        for key, child in _children(parent):
+            new = replaced(child)
+            if new is child:
+                continue
+            if isinstance(parent, nnx.List):
+                parent[key] = new
+            else:
+                setattr(parent, key, nnx.data(new))
 
 
 # --- the pipeline ---------------------------------------------------------------------------------
@@ -145,14 +181,21 @@ def quantize(
 
     Raises
     ------
+    TypeError
+        If `skip` is a str.
     ValueError
-        If a path in `skip` is no convolution of the model.
+        If `model` is a convolution itself, a path in `skip` is no convolution of the model, or an
+        option is wrong.
     """
-    convs = {
+    _check_contains(model)
+    QConv(1, 1, (1, 1), rngs=nnx.Rngs(0), **options)  # raises what is wrong with the options
+    convs: dict[str, Any] = {
         _name(path): conv
         for path, conv in modules(model)
-        if isinstance(conv, nnx.Conv) and not isinstance(conv, QConv)
+        if isinstance(conv, nnx.Conv | nnx.ConvTranspose) and not isinstance(conv, QConv)
     }
+    if isinstance(skip, str):
+        raise TypeError(f"skip={skip!r} is one str; give a collection of paths: skip=[{skip!r}]")
     if not callable(skip) and (unknown := sorted(set(skip) - convs.keys())):
         raise ValueError(
             f"skip names {', '.join(unknown)}, but the convolutions are {', '.join(convs)}"
@@ -194,7 +237,7 @@ def calibrate(
     Parameters
     ----------
     model : flax.nnx.Module
-        With QConv layers.
+        With QConv layers. What they observed before is forgotten.
     batches : iterable
         Inputs; a few hundred typical examples are enough.
     call : callable, optional
@@ -205,13 +248,23 @@ def calibrate(
     Raises
     ------
     ValueError
-        If the model has no QConv, there are no batches, or a layer was not reached.
+        If the model has no QConv, there are no batches, a layer was not reached or saw only zeros,
+        or values that are not finite reached one.
     """
     layers = _layers_of(model)
+    for layer in layers.values():
+        layer.forget()
     bar = tqdm(batches, desc="calibrating", unit="batch", disable=not progress)
     if _run_in(model, "observe", bar, call) == 0:
         raise ValueError("there are no batches to calibrate with")
-    idle = [name for name, layer in layers.items() if not bool(jnp.any(layer.x_seen[...]))]
+    largest = {name: np.asarray(layer.largest[...]) for name, layer in layers.items()}
+    wild = [name for name, magnitudes in largest.items() if not np.isfinite(magnitudes).all()]
+    if wild:
+        raise ValueError(
+            f"values that are not finite reached {', '.join(wild)} during calibration: find the "
+            "NaN or infinity in the batches or the parameters"
+        )
+    idle = [name for name, magnitudes in largest.items() if magnitudes[0] == 0]
     if idle:
         raise ValueError(
             f"no values reached {', '.join(idle)} during calibration (or only zeros): call "
@@ -233,7 +286,7 @@ def sensitivity(
     Parameters
     ----------
     model : flax.nnx.Module
-        After :func:`calibrate`. Its modes are as before afterwards.
+        After :func:`calibrate`, in evaluation. Its modes are as before afterwards.
     batches : iterable
         Inputs.
     call : callable, optional
@@ -248,12 +301,16 @@ def sensitivity(
     Raises
     ------
     ValueError
-        If the model has no QConv.
+        If the model has no QConv, a layer has no scales yet, or there are no batches.
     """
     layers = _layers_of(model)
+    fresh = [name for name, layer in layers.items() if not layer.has_scales]
+    if fresh:
+        raise ValueError(f"{', '.join(fresh)} has no scales yet: calibrate the model first")
     for layer in layers.values():
         layer.sqnr[...] = jnp.zeros(2)
-    _run_in(model, "compare", batches, call)
+    if _run_in(model, "compare", batches, call) == 0:
+        raise ValueError("there are no batches to compare on (an iterator gives them only once)")
     return Sensitivity({name: _decibels(*layer.sqnr[...]) for name, layer in layers.items()})
 
 
@@ -273,9 +330,10 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
     Raises
     ------
     ValueError
-        If the model has no QConv, a layer is not calibrated or not reached by the example, or a
-        layer is called twice with different scales.
+        If the model has no QConv or is one, a layer is not calibrated or not reached by the
+        example, or a layer is called twice with different scales.
     """
+    _check_contains(model)
     layers = _layers_of(model)
     floating = [name for name, layer in layers.items() if layer.mode != "train"]
     if floating:
@@ -291,7 +349,10 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
         _freezing.reset(token)
     missed = [name for name, layer in layers.items() if id(layer) not in freezing.layers]
     if missed:
-        raise ValueError(f"the example did not reach {', '.join(missed)}: give one that does")
+        raise ValueError(
+            f"the example did not reach {', '.join(missed)}: give one that does. (A layer inside "
+            "nnx.jit, nnx.remat or nnx.scan is not reached: take those off for freezing.)"
+        )
     replace(model, freezing.layers)
 
 
@@ -325,7 +386,22 @@ def _layers_of(model: nnx.Module) -> dict[str, QConv]:
     layers = qconvs(model)
     if not layers:
         raise ValueError("the model has no QConv: write it with them, or call quantize first")
+    stacked = [name for name, layer in layers.items() if layer.kernel.ndim != 4]
+    if stacked:
+        raise ValueError(
+            f"{', '.join(stacked)} holds several layers, stacked by nnx.vmap, which would have to "
+            "share scales: use a list of layers"
+        )
     return layers
+
+
+def _check_contains(model: nnx.Module) -> None:
+    """Refuse a layer itself: nothing could be put in its place."""
+    if isinstance(model, nnx.Conv):
+        raise ValueError(
+            f"the model is itself a {type(model).__name__}, whose place nothing can take: put it "
+            "into a module, such as nnx.Sequential"
+        )
 
 
 def _decibels(signal: jax.Array, noise: jax.Array) -> float:

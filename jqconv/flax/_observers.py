@@ -48,7 +48,7 @@ class AbsMax(Observer):
 
     def update(self, state: jax.Array, x: jax.Array) -> jax.Array:
         """Return the state after `x`."""
-        return jnp.maximum(state, _magnitude(x))
+        return jnp.maximum(state, magnitude(x))
 
     def limit(self, state: jax.Array) -> jax.Array:
         """Return the largest magnitude."""
@@ -77,7 +77,7 @@ class MovingAverage(Observer):
 
     def update(self, state: jax.Array, x: jax.Array) -> jax.Array:
         """Return the state after `x`."""
-        seen = jnp.stack([_magnitude(x), jnp.ones(())])
+        seen = jnp.stack([magnitude(x), jnp.ones(())])
         return self.momentum * state + (1 - self.momentum) * seen
 
     def limit(self, state: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ class _Histogram(Observer):
     def update(self, state: jax.Array, x: jax.Array) -> jax.Array:
         """Return the state after `x`."""
         before, counts = state[0], state[1:]
-        largest = _magnitude(x)
+        largest = magnitude(x)
         needed = jnp.where(largest > 0, jnp.exp2(jnp.ceil(jnp.log2(largest))), 0.0)
         after = jnp.maximum(before, needed)
         # Each bin of the old range falls into one bin of a range that is 2**n times as wide.
@@ -202,6 +202,6 @@ def _upto(n: int) -> jax.Array:
     return jnp.arange(n, dtype=jnp.float32)
 
 
-def _magnitude(x: jax.Array) -> jax.Array:
+def magnitude(x: jax.Array) -> jax.Array:
     """Return the largest magnitude in `x`; 0 if it is empty."""
     return jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32)

@@ -16,11 +16,11 @@ from flax.nnx.nn import linear as nnx_linear
 from jax.typing import DTypeLike
 
 from jqconv import _reference
-from jqconv._algorithm import AlgorithmLike
+from jqconv._algorithm import AlgorithmLike, ConvAlgorithms
 from jqconv._conv import conv2d, qconv2d
 from jqconv._qtensor import PackedKernel, QTensor, quantize, to_ohwi
 from jqconv._spec import FLOAT_DTYPES, Activation
-from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale
+from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale, magnitude
 from jqconv.nn import reshape
 
 Mode: TypeAlias = Literal["float", "observe", "train", "compare"]
@@ -148,6 +148,9 @@ class QConv(nnx.Conv):
             promote_dtype=(promote_dtype, (dtypes.promote_dtype,)),
             preferred_element_type=(preferred_element_type, (None,)),
         )
+        if jnp.dtype(grad_dtype).name not in FLOAT_DTYPES:
+            raise ValueError(f"grad_dtype={grad_dtype!r} must be one of {', '.join(FLOAT_DTYPES)}")
+        ConvAlgorithms.parse(algorithm)  # raises if it is none
         if output not in get_args(Output):
             raise ValueError(f"output={output!r} must be one of {', '.join(get_args(Output))}")
         super().__init__(
@@ -183,6 +186,7 @@ class QConv(nnx.Conv):
         self.out_scale = scale(jnp.ones(()))
         self.x_seen = Quant(self.observer.init())
         self.out_seen = Quant(self.observer.init())
+        self.largest = Quant(jnp.zeros(2))  # magnitudes of input and output
         self.sqnr = Quant(jnp.zeros(2))  # sums of squares: of the output, of the error
 
     def __call__(
@@ -210,6 +214,12 @@ class QConv(nnx.Conv):
         """
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
+        if residual is not None and len(residual.shape) != len(inputs.shape):
+            raise ValueError(
+                f"residual has shape {tuple(residual.shape)} and inputs {tuple(inputs.shape)}: it "
+                "must have the output's shape; broadcast it"
+            )
+        inputs = _not_integers(inputs)
         freezing = _freezing.get()
         if freezing is None and self.mode != "train":
             return self._in_float(inputs, residual, out_sharding)
@@ -246,6 +256,9 @@ class QConv(nnx.Conv):
         x, y = jax.lax.stop_gradient((x, y))
         self.x_seen[...] = self.observer.update(self.x_seen[...], x)
         self.out_seen[...] = self.observer.update(self.out_seen[...], y)
+        # No observer need tell zeros from nothing, or keep a NaN: this does.
+        magnitudes = jnp.stack([magnitude(x), magnitude(y)])
+        self.largest[...] = jnp.maximum(self.largest[...], magnitudes)
 
     def _compare(self, x: jax.Array, residual: Any, y: jax.Array) -> None:
         q = self._quantized(_flat(x), None if residual is None else _flat(residual))
@@ -299,6 +312,18 @@ class QConv(nnx.Conv):
 
     # Calibration.
 
+    def forget(self) -> None:
+        """Forget what was observed."""
+        self.x_seen[...] = self.observer.init()
+        self.out_seen[...] = self.observer.init()
+        self.largest[...] = jnp.zeros(2)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the scales are others than those that the layer is made with."""
+        scales = self.x_scale, self.kernel_scale, self.out_scale
+        return any(bool(jnp.any(scale[...] != 1)) for scale in scales)
+
     def set_scales(self) -> None:
         """Make scales of what was observed, and of the kernel as it is now."""
         self.x_scale[...] = self.observer.scale(self.x_seen[...])
@@ -325,6 +350,15 @@ class QConv(nnx.Conv):
         ValueError
             If `conv` does what a QConv does not.
         """
+        if type(conv) is not nnx.Conv:
+            raise ValueError(
+                f"a {type(conv).__name__} is no plain nnx.Conv: what it computes is its own"
+            )
+        if conv.kernel.ndim != 2 + len(conv.kernel_size):
+            raise ValueError(
+                f"its kernel of shape {conv.kernel.shape} holds several layers, stacked by "
+                "nnx.vmap: use a list of layers"
+            )
         given = {
             name: getattr(conv, name)
             for name in (
@@ -374,6 +408,7 @@ class Int8Conv(nnx.Module):
         out_multiplier: jax.Array | None,
         out_scale: jax.Array | None,
         takes_codes: bool,
+        takes_residual: Literal["none", "codes", "floats"],
         options: Mapping[str, Any],
         out_dtype: DTypeLike,
         algorithm: AlgorithmLike,
@@ -386,6 +421,7 @@ class Int8Conv(nnx.Module):
         self.out_multiplier = _variable(out_multiplier)
         self.out_scale = _variable(out_scale)
         self.takes_codes = takes_codes
+        self.takes_residual = takes_residual
         self.options = dict(options)
         self.out_dtype = jnp.dtype(out_dtype)
         self.algorithm = algorithm
@@ -415,6 +451,7 @@ class Int8Conv(nnx.Module):
             out_multiplier=inverse if is_int8 and not folds else None,
             out_scale=layer.out_scale[...] if is_int8 else None,
             takes_codes=isinstance(x, QTensor),
+            takes_residual=_kind(residual),
             options=layer._geometry | layer._epilogue,
             out_dtype=jnp.int8 if is_int8 else layer._float_dtype(x),
             algorithm=layer.algorithm,
@@ -439,8 +476,13 @@ class Int8Conv(nnx.Module):
         if isinstance(inputs, QTensor) != self.takes_codes:
             expected = "a QTensor" if self.takes_codes else "a float array"
             raise TypeError(f"the layer was frozen for {expected}, got {type(inputs).__name__}")
-        x = _flat(inputs)
-        codes = x.values if isinstance(x, QTensor) else quantize(x, self.x_scale[...]).values
+        if _kind(residual) != self.takes_residual:
+            raise TypeError(
+                f"the layer was frozen for a residual of {self.takes_residual}, got one of "
+                f"{_kind(residual)}"
+            )
+        x = _flat(_not_integers(inputs))
+        codes = x.values if isinstance(x, QTensor) else self._codes(x)
         r = None if residual is None else _flat(residual)
         y = qconv2d(
             codes,
@@ -456,6 +498,9 @@ class Int8Conv(nnx.Module):
         )
         scale = _value(self.out_scale)
         return _unflat(y if scale is None else QTensor(y, scale), inputs.shape[:-3])
+
+    def _codes(self, x: jax.Array) -> jax.Array:
+        return quantize(_without_gradient(jnp.asarray(x)), self.x_scale[...]).values
 
 
 @dataclasses.dataclass
@@ -506,6 +551,33 @@ def _pair(value: int | Sequence[int] | None) -> Any:
 
 def _as_float(x: QTensor | jax.Array) -> jax.Array:
     return x.dequantize() if isinstance(x, QTensor) else jnp.asarray(x)
+
+
+def _not_integers(x: QTensor | jax.Array) -> QTensor | jax.Array:
+    """Return images as floats, as `flax.nnx.Conv` takes them."""
+    if isinstance(x, QTensor) or jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return jnp.asarray(x, jnp.float32)
+
+
+def _kind(residual: QTensor | jax.Array | None) -> Literal["none", "codes", "floats"]:
+    if residual is None:
+        return "none"
+    return "codes" if isinstance(residual, QTensor) else "floats"
+
+
+@jax.custom_jvp
+def _without_gradient(x: jax.Array) -> jax.Array:
+    """Return `x`; differentiating it is an error, where codes would send back a silent zero."""
+    return x
+
+
+@_without_gradient.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "a frozen QConv has no gradient: differentiate the model before freeze, or keep gradients "
+        "from its input with jax.lax.stop_gradient"
+    )
 
 
 def _flat(x: Any) -> Any:
