@@ -147,8 +147,11 @@ def test_training_has_the_gradients_of_conv2d(learned):
         return jnp.sum(y**2)
 
     grads = nnx.grad(loss)(layer)
-    leaves = [layer.kernel[...], layer.bias[...], layer.x_scale[...], layer.kernel_scale[...]]
-    want = jax.grad(same, argnums=(0, 1, 2, 3))(*leaves)
+    read = jnp.exp if learned else lambda scale: scale
+    scales = [read(scale[...]) for scale in (layer.x_scale, layer.kernel_scale)]
+    leaves = [layer.kernel[...], layer.bias[...], *scales]
+    want = list(jax.grad(same, argnums=(0, 1, 2, 3))(*leaves))
+    want[2:] = [gradient * scale for gradient, scale in zip(want[2:], scales, strict=True)]
     names = ["kernel", "bias", "x_scale", "kernel_scale"]
     assert {"x_scale", "kernel_scale"} <= set(grads) if learned else "x_scale" not in grads
     for name, gradient in zip(names, want, strict=True):
@@ -162,6 +165,22 @@ def test_learned_scales_are_parameters_and_fixed_ones_are_not():
         names = set(nnx.state(layer, nnx.Param))
         scales = {"x_scale", "kernel_scale", "out_scale"}
         assert names == {"kernel", "bias"} | (scales if learned else set())
+
+
+def test_learned_scales_stay_positive_and_are_frozen_as_they_are():
+    layer, conv = pair((3, 3), learned_scales=True, output="int8")
+    model, x = calibrated(layer), images(1)
+    of_scales = nnx.DiffState(0, jf.StepSize)
+    gradient = nnx.grad(lambda m: jnp.mean((m(x).dequantize() - conv(x)) ** 2), argnums=of_scales)
+    for _ in range(30):  # steps larger than the scales themselves, as Adam would take
+        signs = jax.tree.map(jnp.sign, gradient(model))
+        scales = nnx.state(model, jf.StepSize)
+        nnx.update(model, jax.tree.map(lambda s, sign: s - 0.02 * sign, scales, signs))
+    want = model(x)
+    assert decibels(conv(x), want.dequantize()) > 20
+    jf.freeze(model, x)
+    np.testing.assert_array_equal(model(x).values, want.values)
+    np.testing.assert_array_equal(model(x).scale, want.scale)
 
 
 def test_an_optimizer_trains_it():

@@ -12,7 +12,7 @@ from flax import nnx
 from jqconv._qtensor import QTensor
 from jqconv._table import Table
 from jqconv.flax._model import modules, qconvs, replace
-from jqconv.flax._qconv import QConv
+from jqconv.flax._qconv import QConv, scale_of, set_scale
 
 #: How far the folded model may be from the model, against the largest magnitude of its output, by
 #: what it computes in. (Folding itself is done in float32.)
@@ -212,7 +212,7 @@ def _fold(conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
     bias = jnp.zeros(()) if conv.bias is None else conv.bias[...].astype(jnp.float32)
     conv.kernel[...] = (kernel.astype(jnp.float32) * factor).astype(kernel.dtype)
     if isinstance(conv, QConv):  # its codes stay what they are
-        conv.kernel_scale[...] = conv.kernel_scale[...] * jnp.abs(factor)
+        set_scale(conv.kernel_scale, scale_of(conv.kernel_scale) * jnp.abs(factor))
     # A variable of its own: the one that there was may be kept elsewhere, to take this back.
     folded = (bias - norm.mean[...].astype(jnp.float32)) * factor + shift
     conv.bias = nnx.data(nnx.Param(folded.astype(kernel.dtype)))

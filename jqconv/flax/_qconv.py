@@ -32,7 +32,20 @@ class Quant(nnx.Variable[Any]):
 
 
 class StepSize(nnx.Param[Any]):
-    """A scale that is learned; a parameter, so that optimizers find it."""
+    """The logarithm of a scale that is learned; a parameter, so that optimizers find it.
+
+    The scale stays positive whatever an optimizer does, and a step of it is relative to it.
+    """
+
+
+def scale_of(variable: Quant | StepSize) -> jax.Array:
+    """Return the scale that a variable holds."""
+    return jnp.exp(variable[...]) if isinstance(variable, StepSize) else variable[...]
+
+
+def set_scale(variable: Quant | StepSize, scale: jax.Array) -> None:
+    """Put a scale into a variable."""
+    variable[...] = jnp.log(scale) if isinstance(variable, StepSize) else scale
 
 
 class QConv(nnx.Conv):
@@ -86,7 +99,8 @@ class QConv(nnx.Conv):
     per_channel : bool, default True
         Whether each output channel's kernel has a scale of its own.
     learned_scales : bool, default False
-        Whether scales are parameters that training changes (learned step sizes).
+        Whether scales are parameters that training changes (learned step sizes, through their
+        logarithms; see :class:`StepSize`).
     grad_dtype : dtype, default bfloat16
         What the backward convolutions, and the cotangents that reach them, are carried in.
     algorithm : optional
@@ -181,9 +195,10 @@ class QConv(nnx.Conv):
         self.grad_dtype = jnp.dtype(grad_dtype)
         self.algorithm = algorithm
         scale = StepSize if learned_scales else Quant
-        self.x_scale = scale(jnp.ones(()))
+        self.x_scale, self.out_scale = scale(jnp.ones(())), scale(jnp.ones(()))
         self.kernel_scale = scale(jnp.ones((out_features,) if per_channel else ()))
-        self.out_scale = scale(jnp.ones(()))
+        for variable in (self.x_scale, self.out_scale, self.kernel_scale):
+            set_scale(variable, jnp.ones(variable.shape))
         self.x_seen = Quant(self.observer.init())
         self.out_seen = Quant(self.observer.init())
         self.largest = Quant(jnp.zeros(2))  # magnitudes of input and output
@@ -267,7 +282,7 @@ class QConv(nnx.Conv):
         self.sqnr[...] = self.sqnr[...] + jnp.stack(squares)
 
     def _quantized(self, x: QTensor | jax.Array, residual: Any) -> QTensor | jax.Array:
-        out_scale = self.out_scale[...] if self.output == "int8" else None
+        out_scale = scale_of(self.out_scale) if self.output == "int8" else None
         if self.norm is None:
             return self._conv2d(x, residual=residual, out_scale=out_scale, **self._epilogue)
         y = self._after(jnp.asarray(self._conv2d(x)), residual)
@@ -279,8 +294,8 @@ class QConv(nnx.Conv):
             x,
             self.kernel[...].astype(jnp.float32),
             None if self.bias is None else self.bias[...],
-            x_scale=None if isinstance(x, QTensor) else self.x_scale[...],
-            w_scale=self.kernel_scale[...],
+            x_scale=None if isinstance(x, QTensor) else scale_of(self.x_scale),
+            w_scale=scale_of(self.kernel_scale),
             out_dtype=self._float_dtype(x) if is_float else None,
             grad_dtype=self.grad_dtype,
             algorithm=self.algorithm,
@@ -322,17 +337,15 @@ class QConv(nnx.Conv):
     def has_scales(self) -> bool:
         """Whether the scales are others than those that the layer is made with."""
         scales = self.x_scale, self.kernel_scale, self.out_scale
-        return any(bool(jnp.any(scale[...] != 1)) for scale in scales)
+        return any(bool(jnp.any(scale_of(scale) != 1)) for scale in scales)
 
     def set_scales(self) -> None:
         """Make scales of what was observed, and of the kernel as it is now."""
-        self.x_scale[...] = self.observer.scale(self.x_seen[...])
-        self.out_scale[...] = self.observer.scale(self.out_seen[...])
-        self.kernel_scale[...] = kernel_scale(
-            self.kernel[...].astype(jnp.float32),
-            self.kernel_observer,
-            per_channel=self.per_channel,
-        )
+        set_scale(self.x_scale, self.observer.scale(self.x_seen[...]))
+        set_scale(self.out_scale, self.observer.scale(self.out_seen[...]))
+        kernel = self.kernel[...].astype(jnp.float32)
+        of_kernel = kernel_scale(kernel, self.kernel_observer, per_channel=self.per_channel)
+        set_scale(self.kernel_scale, of_kernel)
 
     @classmethod
     def from_conv(cls, conv: nnx.Conv, **options: Any) -> QConv:
@@ -434,9 +447,9 @@ class Int8Conv(nnx.Module):
         is_int8 = layer.output == "int8"
         activation = layer.activation
         folds = is_int8 and (activation is None or activation.homogeneous)
-        inverse = 1 / layer.out_scale[...]
-        x_scale = x.scale if isinstance(x, QTensor) else layer.x_scale[...]
-        w_scale = layer.kernel_scale[...]
+        inverse = 1 / scale_of(layer.out_scale)
+        x_scale = x.scale if isinstance(x, QTensor) else scale_of(layer.x_scale)
+        w_scale = scale_of(layer.kernel_scale)
         bias = None if layer.bias is None else layer.bias[...].astype(jnp.float32)
         residual_scale = residual.scale if isinstance(residual, QTensor) else None
         if folds and residual is not None:
@@ -449,7 +462,7 @@ class Int8Conv(nnx.Module):
             x_scale=x_scale,
             residual_scale=residual_scale,
             out_multiplier=inverse if is_int8 and not folds else None,
-            out_scale=layer.out_scale[...] if is_int8 else None,
+            out_scale=scale_of(layer.out_scale) if is_int8 else None,
             takes_codes=isinstance(x, QTensor),
             takes_residual=_kind(residual),
             options=layer._geometry | layer._epilogue,
