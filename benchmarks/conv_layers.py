@@ -70,7 +70,8 @@ def search_all(specs: list[ConvSpec], exhaustive: bool) -> None:
     device = need_gpu()
     with ThreadPoolExecutor(len(specs)) as pool:
         list(pool.map(_choice.settle, specs))
-        if exhaustive:
+    if exhaustive:
+        with ThreadPoolExecutor(4) as pool:  # each builds enough for all cores, and holds it
             found = pool.map(lambda s: _search.search(s, device, exhaustive=True), specs)
             EXHAUSTIVE.update(zip(specs, found, strict=True))
 
