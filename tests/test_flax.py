@@ -764,10 +764,47 @@ class Twice(nnx.Module):
 def test_folding_that_would_change_the_model_is_taken_back():
     model, x = Twice(), images()
     want, state = model(x), nnx.state(model)
-    with pytest.raises(ValueError, match="would change"):
-        jf.fold_batch_norm(model, x)
+    ((_, into, why),) = jf.fold_batch_norm(model, x).rows
+    assert not into
+    assert "something else" in why
     np.testing.assert_array_equal(model(x), want)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), state)
+
+
+class Preactivated(nnx.Module):
+    """The stem feeds a BatchNorm and a shortcut; what is inside the branch can be folded."""
+
+    def __init__(self):
+        self.stem, self.first, self.second = conv(0), conv(1), conv(2)
+        norms = [with_statistics(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), seed) for seed in range(2)]
+        self.norm_of_stem, self.inner = norms
+        self.eval()
+
+    def __call__(self, x):
+        x = self.stem(x)
+        return x + self.second(nnx.relu(self.inner(self.first(nnx.relu(self.norm_of_stem(x))))))
+
+
+def test_what_can_be_folded_is_where_something_else_cannot():
+    model, x = Preactivated(), images()
+    want = model(x)
+    rows = {name: (into, why) for name, into, why in jf.fold_batch_norm(model, x).rows}
+    assert rows["inner"] == ("first", "")
+    assert rows["norm_of_stem"][0] == ""
+    assert "something else" in rows["norm_of_stem"][1]
+    assert isinstance(model.norm_of_stem, nnx.BatchNorm)
+    np.testing.assert_allclose(model(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_that_two_layers_own_stays():
+    norm = with_statistics(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+    layers = [jf.QConv(8, 8, (3, 3), norm=norm, rngs=nnx.Rngs(i)) for i in range(2)]
+    model, x = nnx.Sequential(*layers), images()
+    model.eval()
+    want = model(x)
+    assert all(not into for _, into, _ in jf.fold_batch_norm(model, x).rows)
+    np.testing.assert_array_equal(model(x), want)
+    assert layers[0].norm is layers[1].norm is norm
 
 
 @pytest.mark.parametrize(

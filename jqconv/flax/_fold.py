@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -61,7 +61,8 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
 
     The `norm` of a :class:`QConv` belongs to it. Elsewhere it is found by running the model once
     which one follows which: a BatchNorm is folded where its input is the very array that a
-    convolution returned.
+    convolution returned, and stays where that would change what the model computes, as where the
+    convolution's output goes elsewhere too.
 
     Parameters
     ----------
@@ -79,9 +80,8 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     Raises
     ------
     ValueError
-        If a BatchNorm uses the batch's statistics, the model returns no floats to check by for the
-        example, or folding would change what it computes, as where a convolution's output goes
-        elsewhere too; the model is then as it was.
+        If a BatchNorm uses the batch's statistics, or the model returns no floats to check by for
+        the example.
 
     Examples
     --------
@@ -110,15 +110,24 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
             "the model returns no floats for the example, by which to check that folding changes "
             "nothing: give one of at least one image, of a model that returns logits"
         )
-    pairs: dict[int, tuple[nnx.Conv, nnx.BatchNorm]] = {}
+    found = {
+        name: (owners[id(norm)], "") if id(norm) in owners else _conv_before(norm, calls)
+        for name, norm in norms.items()
+    }
+    pairs = [(conv, norms[name]) for name, (conv, _) in found.items() if conv is not None]
+    rounding = _rounding(model, before, calls)
+    changes = _fold_all(
+        model, pairs, lambda: _difference(before, model(*example, **kwargs)) / rounding
+    )
     rows = []
-    for name, norm in norms.items():
-        conv, why = (owners[id(norm)], "") if id(norm) in owners else _conv_before(norm, calls)
+    for name, (conv, why) in found.items():
+        if (change := changes.get(id(norms[name]))) is not None:
+            conv, why = None, f"{_ELSEWHERE} (off by {change:.0f} times what rounding does)"
         rows.append((name, "" if conv is None else convs[id(conv)], why))
-        if conv is not None:
-            pairs[id(norm)] = (conv, norm)
-    _fold_all(model, list(pairs.values()), before, _rounding(model, before, calls), example, kwargs)
     return Table(("batch norm", "folded into", "why"), tuple(rows))
+
+
+_ELSEWHERE = "the model would compute something else: does the convolution's output go elsewhere?"
 
 
 def _check_scales(named: dict[str, nnx.Module]) -> None:
@@ -166,42 +175,56 @@ def _conv_before(norm: nnx.BatchNorm, calls: _Calls) -> tuple[nnx.Conv | None, s
     return conv, ""
 
 
+class _Folding:
+    """One BatchNorm and the convolution that it goes into, and the way back."""
+
+    def __init__(self, conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
+        self.conv, self.norm, self.identity = conv, norm, Identity()
+        self.before = nnx.clone(conv)
+        owned = isinstance(conv, QConv) and conv.norm is norm
+        self.owner: Any = conv if owned else None
+
+    def do(self, model: nnx.Module) -> None:
+        _fold(self.conv, self.norm)
+        if self.owner is not None:
+            self.owner.norm = None
+        replace(model, {id(self.norm): self.identity})
+
+    def undo(self, model: nnx.Module) -> None:
+        conv, before = self.conv, self.before
+        conv.kernel[...] = before.kernel[...]
+        conv.bias, conv.use_bias = before.bias, before.use_bias
+        if isinstance(conv, QConv) and isinstance(before, QConv):
+            conv.kernel_scale[...] = before.kernel_scale[...]
+        replace(model, {id(self.identity): self.norm})
+        if self.owner is not None:
+            self.owner.norm = self.norm
+
+
 def _fold_all(
-    model: Any,
-    pairs: list[tuple[nnx.Conv, nnx.BatchNorm]],
-    before: Any,
-    rounding: float,
-    example: Any,
-    kwargs: Any,
-) -> None:
-    """Fold, and take it back if the model then computes something else beyond `rounding`."""
-    kept = [(conv, nnx.clone(conv)) for conv, _ in pairs]
-    identities = [(norm, Identity()) for _, norm in pairs]
-    for conv, norm in pairs:
-        _fold(conv, norm)
-    owners = {
-        id(norm): conv for conv, norm in pairs if isinstance(conv, QConv) and conv.norm is norm
-    }
-    for owner in owners.values():
-        owner.norm = None
-    replace(model, {id(norm): identity for norm, identity in identities})
-    off = _difference(before, model(*example, **kwargs))
-    if off <= rounding:
-        return
-    for conv, before_folding in kept:
-        conv.kernel[...] = before_folding.kernel[...]
-        conv.bias, conv.use_bias = before_folding.bias, before_folding.use_bias
-        if isinstance(conv, QConv) and isinstance(before_folding, QConv):
-            conv.kernel_scale[...] = before_folding.kernel_scale[...]
-    replace(model, {id(identity): norm for norm, identity in identities})
-    for norm, _ in identities:
-        if id(norm) in owners:
-            owners[id(norm)].norm = norm
-    raise ValueError(
-        f"folding would change what the model computes on the example, by {off:.1e} of its largest "
-        f"output where {rounding:.0e} is rounding: most likely some convolution's output goes "
-        "elsewhere beside its BatchNorm"
-    )
+    model: nnx.Module, pairs: list[tuple[nnx.Conv, nnx.BatchNorm]], off: Callable[[], float]
+) -> dict[int, float]:
+    """Fold all, or all that leave the model as it is; return by the id of the norm what others do.
+
+    `off` tells how far the model is from what it was, in units of rounding.
+    """
+    foldings = [_Folding(conv, norm) for conv, norm in pairs]
+    if _attempt(model, foldings, off) <= 1:
+        return {}
+    # Some convolution's output goes elsewhere too: find out whose.
+    changes = {id(folding.norm): _attempt(model, [folding], off) for folding in foldings}
+    return {norm: change for norm, change in changes.items() if not change <= 1}
+
+
+def _attempt(model: nnx.Module, foldings: list[_Folding], off: Callable[[], float]) -> float:
+    """Fold, and take it back if the model is off by more than rounding; return by how much."""
+    for folding in foldings:
+        folding.do(model)
+    change = off()
+    if not change <= 1:
+        for folding in reversed(foldings):
+            folding.undo(model)
+    return change
 
 
 def _fold(conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
@@ -224,7 +247,7 @@ def _rounding(model: nnx.Module, before: Any, calls: _Calls) -> float:
     if any(layer.mode == "train" for layer in qconvs(model).values()):
         return 5e-2  # codes may move at ties
     arrays = _floats((before, [y for _, _, y in calls.seen]))
-    return max(_ROUNDING.get(array.dtype.name, 0.0) for array in arrays)
+    return max(_ROUNDING.get(array.dtype.name, 5e-2) for array in arrays)
 
 
 def _difference(before: Any, after: Any) -> float:
