@@ -337,6 +337,21 @@ def test_frozen_inference_has_no_scale_arithmetic():
         assert operation not in after_quantize, operation
 
 
+def test_freezing_computes_no_convolution(monkeypatch):
+    model = Two("relu", "int8", "int8", "codes")
+    jf.calibrate(model, [images()], progress=False)
+    outputs = []
+
+    def watched(*args, **options):
+        outputs.append(jqconv.qconv2d(*args, **options))
+        return outputs[-1]
+
+    monkeypatch.setattr("jqconv.flax._qconv.qconv2d", watched)
+    jf.freeze(model, images())
+    assert len(outputs) == 2
+    assert all(isinstance(y, jax.core.Tracer) for y in outputs)
+
+
 def test_another_kind_of_input_than_it_was_frozen_for_is_refused():
     model = Two("relu", "int8", "int8", "none")
     jf.calibrate(model, [images()], progress=False)

@@ -318,7 +318,8 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
     """Replace every QConv of a calibrated model by its int8 layer, in place.
 
     The model is run once on `example`, so that each layer meets the scale of what it is given:
-    kernels are then packed, and multipliers and biases computed, for good.
+    kernels are then packed, and multipliers and biases computed, for good. No convolution is
+    computed, nor an algorithm searched for.
 
     Parameters
     ----------

@@ -246,7 +246,7 @@ class QConv(nnx.Conv):
             return _unflat(self._quantized(x, r), batch)
         frozen = Int8Conv._from(self, x, r)
         freezing.add(self, frozen)
-        return _unflat(frozen(x, residual=r), batch)
+        return _unflat(frozen._blank(x, r), batch)
 
     # The modes.
 
@@ -511,6 +511,12 @@ class Int8Conv(nnx.Module):
         )
         scale = _value(self.out_scale)
         return _unflat(y if scale is None else QTensor(y, scale), inputs.shape[:-3])
+
+    def _blank(self, x: Any, residual: Any) -> Any:
+        """Return zeros in the place of the output: what freezing is after are scales."""
+        y = jax.eval_shape(lambda: self(x, residual=residual))
+        zeros = jnp.zeros(y.shape, y.dtype)
+        return QTensor(zeros, self.out_scale[...]) if isinstance(y, QTensor) else zeros
 
     def _codes(self, x: jax.Array) -> jax.Array:
         return quantize(_without_gradient(jnp.asarray(x)), self.x_scale[...]).values
