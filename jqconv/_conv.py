@@ -274,7 +274,7 @@ def conv2d(
     call = Call(
         spec=spec,
         algorithms=ConvAlgorithms.parse(algorithm),
-        grad_dtype=_grad_dtype(grad_dtype),
+        grad_dtype=as_grad_dtype(grad_dtype),
         x_zero=x_zero,
         carries_view=out_scale is not None and any(view is not None for view in views),
     )
@@ -441,7 +441,8 @@ def _output(out_scale: Any, out_dtype: Any) -> tuple[str, Any]:
     return name, as_scale(out_scale, "out_scale", channels=None)
 
 
-def _grad_dtype(dtype: Any) -> str:
+def as_grad_dtype(dtype: Any) -> str:
+    """Return the name of a dtype that gradients may be carried in."""
     name = np.dtype(dtype).name
     if name not in FLOAT_DTYPES:
         raise ValueError(f"grad_dtype={name} must be one of {', '.join(FLOAT_DTYPES)}")

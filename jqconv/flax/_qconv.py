@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jqconv import _reference
 from jqconv._algorithm import AlgorithmLike, ConvAlgorithms
-from jqconv._conv import conv2d, qconv2d
+from jqconv._conv import as_grad_dtype, conv2d, qconv2d
 from jqconv._qtensor import PackedKernel, QTensor, quantize, to_ohwi
 from jqconv._spec import FLOAT_DTYPES, Activation
 from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale, magnitude
@@ -162,8 +162,6 @@ class QConv(nnx.Conv):
             promote_dtype=(promote_dtype, (dtypes.promote_dtype,)),
             preferred_element_type=(preferred_element_type, (None,)),
         )
-        if jnp.dtype(grad_dtype).name not in FLOAT_DTYPES:
-            raise ValueError(f"grad_dtype={grad_dtype!r} must be one of {', '.join(FLOAT_DTYPES)}")
         ConvAlgorithms.parse(algorithm)  # raises if it is none
         if output not in get_args(Output):
             raise ValueError(f"output={output!r} must be one of {', '.join(get_args(Output))}")
@@ -192,7 +190,7 @@ class QConv(nnx.Conv):
         self.observer = as_observer(observer)
         self.kernel_observer = as_observer(kernel_observer)
         self.per_channel = per_channel
-        self.grad_dtype = jnp.dtype(grad_dtype)
+        self.grad_dtype = as_grad_dtype(grad_dtype)
         self.algorithm = algorithm
         scale = StepSize if learned_scales else Quant
         self.x_scale, self.out_scale = scale(jnp.ones(())), scale(jnp.ones(()))
