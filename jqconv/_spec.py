@@ -278,15 +278,19 @@ class ConvSpec:
         return [canonical] if swapped == canonical else [canonical, swapped]
 
     @property
-    def bytes_moved(self) -> int:
-        """Bytes of all operands and of the result, each once; of x those that a window covers."""
+    def bytes_held(self) -> int:
+        """Bytes of all operands and of the result."""
         tensors = [*self.operands.values(), self.result]
-        moved = sum(math.prod(shape) * _ITEMSIZE[dtype] for shape, dtype in tensors)
+        return sum(math.prod(shape) * _ITEMSIZE[dtype] for shape, dtype in tensors)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that a run reads and writes, each once: of x those that a window covers."""
         if self.direction == "dgrad":  # writes all of x
-            return moved
+            return self.bytes_held
         n, h, w, c = self.x_shape
         covered = math.prod(self._covered(axis) for axis in (0, 1))
-        return moved - n * (h * w - covered) * c * _ITEMSIZE[self.x_dtype]
+        return self.bytes_held - n * (h * w - covered) * c * _ITEMSIZE[self.x_dtype]
 
     def _covered(self, axis: int) -> int:
         """Return how many positions of x along a spatial axis are in some window."""

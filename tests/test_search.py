@@ -503,6 +503,18 @@ def test_as_many_operands_as_no_cache_holds(lab, monkeypatch, limits, count):
     assert len(lab.operands[0]) == count
 
 
+def test_what_a_strided_window_passes_over_takes_memory_all_the_same(lab, monkeypatch):
+    spec = spec_of(128, 128, x_shape=(1, 16, 16, 128), w_shape=(128, 1, 1, 128), strides=(4, 4))
+    held = sum(math.prod(shape) * np.dtype(d).itemsize for shape, d in spec.operands.values())
+    held += math.prod(spec.y_shape)
+    assert spec.bytes_moved < held / 2
+    monkeypatch.setattr(_search, "_MOST_BYTES", 3 * held)
+    monkeypatch.setattr(_search, "_COLD_BYTES", 100 * held)
+    monkeypatch.setattr(_search, "_MOST_SETS", 32)
+    lab.search(spec)
+    assert len(lab.operands[0]) == 3
+
+
 @pytest.mark.parametrize(
     "spec", [PLAIN, spec_of(3, 8), spec_of(128, 128, 128)], ids=["many", "few", "depthwise"]
 )
