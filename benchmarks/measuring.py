@@ -202,9 +202,10 @@ def convolutions_per_call(floor: float) -> int:
     """Return as many as keep the device busy for about as long as the network does, 2 ms or so.
 
     A call costs the device some microseconds between the one before and the one after: it has to be
-    long for them not to count.
+    long for them not to count. Nor is it longer than that: the smallest layers, which take several
+    times their floor, would be compiled hundreds of times over.
     """
-    return math.ceil(1000 / floor)
+    return min(128, math.ceil(1000 / floor))
 
 
 def need_gpu() -> jax.Device:
