@@ -24,15 +24,9 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-MEASURED = pytest.StashKey[list]()
-
 
 def _has_gpu() -> bool:
     return jax.default_backend() == "gpu"
-
-
-def pytest_configure(config):
-    config.stash[MEASURED] = []
 
 
 def pytest_collection_modifyitems(items):
@@ -55,12 +49,19 @@ def rng(request) -> np.random.Generator:
 @pytest.fixture
 def measured(request):
     """measured(what, error): a line of the table at the end of the run."""
-    rows = request.config.stash[MEASURED]
-    return lambda what, error: rows.append((what, error))
+    properties = request.node.user_properties  # they travel with the test's report
+    return lambda what, error: properties.append(("measured", (what, error)))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    rows = config.stash[MEASURED]
+def pytest_terminal_summary(terminalreporter):
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    rows = [
+        value
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == "measured"
+    ]
     if rows:
         terminalreporter.section("measured against float64")
         for what, error in rows:

@@ -34,12 +34,15 @@ def served(model):
 
 def in_memory(compiled):
     """The tensors that a program writes, those of its custom calls too: (dtype, shape)."""
-    found, fused = [], False
-    for line in compiled.as_text().splitlines():
-        if line.endswith("{") and not line.startswith(" "):  # a computation begins
-            fused = "fused_computation" in line or "wrapped_" in line
+    text = compiled.as_text()
+    # What is inside a fusion, or says how a reduction adds, is in registers.
+    inside = set(re.findall(r"(?:kind=\w+, calls|to_apply)=%?([\w.-]+)", text))
+    found, computation = [], ""
+    for line in text.splitlines():
+        if begins := re.match(r"(?:ENTRY )?%?([\w.-]+) .*{$", line):
+            computation = begins[1]
         _, _, rest = line.partition(" = ")
-        if fused or not rest or " parameter(" in rest or " bitcast(" in rest:
+        if computation in inside or not rest or re.search(r" (parameter|bitcast)\(", rest):
             continue
         result = re.split(r" [a-z][\w-]*\(", rest, maxsplit=1)[0]
         for dtype, shape in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", result):
