@@ -45,6 +45,9 @@ _BANDWIDTH, _OPERATIONS = 4e12, 1e15
 #: factor of the best for longer, as many samples as this, and those still near for longer again.
 _ROUNDS = ((1.5, 3), (1.15, 15))
 
+#: Within which factor of the best a plan may win with its epilogue in another order.
+_NEAR = 1.15
+
 #: How much faster a form must be than a plainer one to be taken for it.
 _MARGIN = 1.02
 
@@ -75,10 +78,10 @@ def search(spec: ConvSpec, device: jax.Device, *, exhaustive: bool = False) -> C
     device : Device
         A GPU of this process.
     exhaustive : bool, default False
-        Whether to build everything that cuDNN proposes in every form and formulation, and, in
-        int8 forms that could win by it, every value of an engine's one knob. Otherwise forms that
-        do not pay for such shapes are left out, few values are tried, and other formulations for
-        the best engines alone.
+        Whether to build everything that cuDNN proposes in every form and formulation, and every
+        value of the one knob of the int8 engines that could win by it. Otherwise forms that do not
+        pay for such shapes are left out, few values are tried, and other formulations for the best
+        plans alone.
     """
     # A thread of its own: this may be called while JAX traces or compiles, in contexts that must
     # not reach the programs here.
@@ -159,12 +162,14 @@ class _Search:
         self._add(forms, self._proposals)
         forms = [form for form in forms if form.times]
         if self.exhaustive:
-            limit = _MOST_GAIN * min(map(_best_us, forms), default=0)
-            self._add([form for form in forms if form.best_us <= limit], self._sweep)
-        finalists = _contenders(forms)
-        if not self.exhaustive:
+            for form in sorted(forms, key=_best_us):  # what one gains may rule the next ones out
+                limit = _MOST_GAIN * min(map(_best_us, forms))
+                self._add([form], functools.partial(self._sweep, limit=limit))
+            finalists = _contenders(forms)
+        else:
+            finalists = _contenders(forms)
             self._add(finalists, _unproposed)
-            self._add(finalists, _other_orders)
+        self._add(finalists, self._other_orders)
         if self.spec.direction != "fprop":
             for _ in range(_NEIGHBOUR_ROUNDS):
                 self._add(finalists, self._neighbours)
@@ -184,15 +189,28 @@ class _Search:
             return proposed
         return [plan for plan in proposed if plan.formulation == form.core.formulation]
 
-    def _sweep(self, form: _Form) -> list[Algorithm]:
-        """Return all values of int8 engines with one knob, in every formulation."""
+    def _sweep(self, form: _Form, limit: float) -> list[Algorithm]:
+        """Return all values of the one knob of int8 engines, where a plan is within `limit` us."""
         if form.core.x_dtype != "int8":  # with half a dozen knobs, that is
             return []
-        first: dict[tuple[int, str], Algorithm] = {}
-        for plan in form.tried:
-            if len(plan.knobs) == 1:
-                first.setdefault((plan.engine, plan.formulation), plan)
-        return [variant for plan in first.values() for variant in self._vary(form, plan)]
+        fastest: dict[int, Algorithm] = {}
+        for plan in form.fastest_first():
+            if len(plan.knobs) == 1 and form.times[plan] <= limit:
+                fastest.setdefault(plan.engine, plan)
+        return [variant for plan in fastest.values() for variant in self._vary(form, plan)]
+
+    def _other_orders(self, form: _Form) -> list[Algorithm]:
+        """Return the two best plans, or all near the best, with their epilogues in other orders."""
+        best = form.fastest_first()
+        if self.exhaustive:
+            best = [plan for plan in best if form.times[plan] <= _NEAR * form.best_us]
+        else:
+            best = best[:2]
+        return [
+            dataclasses.replace(plan, formulation=formulation, workspace=0)
+            for plan, formulation in itertools.product(best, form.core.formulations)
+            if formulation != plan.formulation
+        ]
 
     def _neighbours(self, form: _Form) -> list[Algorithm]:
         """Return what differs from the two best plans in one knob."""
@@ -400,16 +418,6 @@ def _unproposed(form: _Form) -> list[Algorithm]:
         dataclasses.replace(plan, knobs=((_KNOB, value),))
         for plan in alike[:1]
         for value in _UNPROPOSED
-    ]
-
-
-def _other_orders(form: _Form) -> list[Algorithm]:
-    """Return the two best plans with their epilogues in other orders."""
-    return [
-        dataclasses.replace(plan, formulation=formulation, workspace=0)
-        for plan, formulation in itertools.product(
-            form.fastest_first()[:2], form.core.formulations[1:]
-        )
     ]
 
 

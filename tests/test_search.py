@@ -280,6 +280,32 @@ def test_forms_that_no_value_of_a_knob_could_save_are_not_swept(lab):
     assert {form for form, _ in lab.varied} == {"int8", "padded_c128"}
 
 
+def test_what_the_best_form_gains_rules_others_out(lab):
+    lab.engines, lab.variants = ["4_k24=0"], [0, 1]
+    times = {"int8": 100, "padded_c128": 150, "padded128": 120}
+    lab.plan_us = lambda form, a: times.get(form, 500) * (0.7 if a.knobs[0][1] else 1)
+    lab.search(SMALL, exhaustive=True)
+    assert [form for form, _ in lab.varied] == ["int8", "padded128"]
+
+
+def test_engines_that_no_value_of_their_knob_could_save_are_not_swept(lab):
+    lab.engines, lab.variants = ["4_k24=0", "5_k24=0", "6_k24=0"], [0, 1]
+    lab.plan_us = lambda form, a: {4: 100, 5: 199, 6: 201}[a.engine]
+    lab.search(PLAIN, exhaustive=True)
+    assert [Algorithm.parse(a).engine for _, a in lab.varied] == [4, 5]
+
+
+def test_values_are_tried_in_the_best_order_and_the_good_ones_in_the_others(lab):
+    lab.engines, lab.variants = ["4_k24=0"], [0, 1, 2, 3]
+    times = {0: 100, 1: 60, 2: 50, 3: 58}
+    lab.plan_us = lambda form, a: times[a.knobs[0][1]] - (a.formulation == "szb")
+    choice = lab.search(ORDERED, exhaustive=True)
+    assert str(choice.algorithm) == "int8/szb:eng4_k24=2,ws=8@91900"
+    assert [a for a in built(lab) if "/sbz:" in a] == [
+        f"int8/sbz:eng4_k24={value}@91900" for value in (0, 2)
+    ]
+
+
 def test_a_search_of_int8_varies_no_knob_but_knows_values_that_win(lab):
     lab.engines, lab.variants = ["2_k24=7", "4_k24=9", "4_k24=0", "4_k25=1"], [3]
     lab.search(PLAIN)
