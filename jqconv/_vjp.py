@@ -248,13 +248,18 @@ def _conv_bwd(call: Call, saved: _Saved, cotangents: Any) -> tuple[Operands]:
 
     du = (dv * over_last(ops.w_scale, dv.ndim)).astype(call.grad_dtype)
     grads: dict[str, Any] = {}
-    if _needs(wanted, "dgrad"):
-        dx = _dgrad(call, algorithms, ops, du)
+    dx = _dgrad(call, algorithms, ops, du) if _needs(wanted, "dgrad") else None
+    dw = _wgrad(call, algorithms, ops, du) if _needs(wanted, "wgrad") else None
+    # XLA would else run all of dgrad before it comes back for wgrad, and hold every du until then.
+    dx, dw = lax.optimization_barrier((dx, dw))
+    if dx is not None:
+        dx = dx.astype(jnp.float32)
         grads["x_view"] = dx
         if "x_scale" in wanted:
             grads["x_scale"] = jnp.sum(dx * (ops.x.astype(jnp.float32) - call.x_zero))
-    if _needs(wanted, "wgrad"):
-        dw = _wgrad(call, algorithms, ops, du)
+    if dw is not None:
+        scale = jnp.broadcast_to(ops.x_scale / ops.w_scale, dw.shape[:1])
+        dw = dw.astype(jnp.float32) * scale[:, None, None, None]
         grads["w_view"] = dw
         if "w_scale" in wanted:
             terms = jnp.moveaxis(dw * ops.w.astype(jnp.float32), 0, -1)
@@ -305,8 +310,7 @@ def _carrier(call: Call) -> str:
 def _dgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, du: jax.Array) -> jax.Array:
     spec = call.spec.backward("dgrad", call.grad_dtype)
     pinned = call.algorithms.dgrad is not None
-    dx = _primitive.conv(spec, algorithms.dgrad, du, ops.w.astype(spec.w_dtype), pinned=pinned)
-    return dx.astype(jnp.float32)
+    return _primitive.conv(spec, algorithms.dgrad, du, ops.w.astype(spec.w_dtype), pinned=pinned)
 
 
 def _wgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, du: jax.Array) -> jax.Array:
@@ -314,9 +318,7 @@ def _wgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, du: jax.Array)
     # At most 255 in magnitude with its zero point taken off: exact in every grad_dtype.
     x = ops.x.astype(spec.x_dtype) - jnp.asarray(call.x_zero, spec.x_dtype)
     pinned = call.algorithms.wgrad is not None
-    dw = _primitive.conv(spec, algorithms.wgrad, x, du, pinned=pinned).astype(jnp.float32)
-    scale = jnp.broadcast_to(ops.x_scale / ops.w_scale, dw.shape[:1])
-    return dw * scale[:, None, None, None]
+    return _primitive.conv(spec, algorithms.wgrad, x, du, pinned=pinned)
 
 
 def _slope(call: Call, saved: _Saved, v: Any, shape: tuple[int, ...]) -> jax.Array | float:
