@@ -6,6 +6,7 @@ python benchmarks/gradients.py --json benchmarks/results/gradients_h200.json
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
-    need_gpu()
+    device = need_gpu()
     specs = {
         f"{layer} {direction}": layer.spec(args.batch).backward(direction, "bfloat16")
         for layer in LAYERS
@@ -100,7 +101,9 @@ def main() -> None:
     for name, spec in specs.items():
         count = convolutions_per_call(floor_us(spec, bandwidth))
         us, xla = measure_jqconv(spec, count), measure_xla(spec, count)
-        rows.append({"name": name, "jit_us": us, "xla_us": xla, "algorithm": str(chosen[name])})
+        row = {"name": name, "jit_us": us, "xla_us": xla, "algorithm": str(chosen[name])}
+        trials = _choice.get(spec, device).trials
+        rows.append(row | {"chosen_from": [dataclasses.astuple(trial) for trial in trials]})
         print(f"{name:30s} {us:9.1f} {xla:9.1f} {xla / us:9.2f}  {chosen[name]}", flush=True)
     mean = statistics.geometric_mean(row["xla_us"] / row["jit_us"] for row in rows)
     print(f"geometric mean of the speedups: {mean:.2f}")
