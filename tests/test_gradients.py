@@ -107,6 +107,18 @@ GEOMETRIES = {
     "depthwise_doubled": ((1, 5, 6, 3), (3, 3), 6, Geometry(groups=3, strides=(1, 2))),
     "padding_beyond_window": ((1, 3, 3, 4), (2, 2), 4, Geometry(padding=((5, 4), (3, 6)))),
     "stride_beyond_window": ((2, 9, 9, 2), (2, 2), 4, Geometry(strides=(3, 4))),
+    "window_2_with_stride_2": (
+        (3, 7, 6, 1),
+        (5, 2),
+        5,
+        Geometry(strides=(3, 2), padding=((1, 1), (1, 1))),
+    ),
+    "window_2_with_stride_2_both": (
+        (2, 6, 5, 3),
+        (2, 2),
+        4,
+        Geometry(strides=(2, 2), padding=((1, 0), (1, 1)), groups=1),
+    ),
     "batch_1_odd_channels": ((1, 4, 4, 13), (3, 3), 11, Geometry(padding=((1, 1), (1, 1)))),
 }
 
