@@ -94,7 +94,8 @@ def avg_pool(
 ) -> QTensor | jax.Array:
     """Return the mean of every window over height and width.
 
-    Of a QTensor it is the exact mean, rounded half to even to a code of the same scale.
+    Of a QTensor it is the exact mean, rounded half to even to a code of the same scale; of floats
+    it is summed in float32 at least.
 
     Parameters
     ----------
@@ -415,8 +416,10 @@ class _Window:
         return self._reduce(jnp.asarray(x), 0, lax.add)
 
     def average(self, x: ArrayLike, *, count_include_pad: bool) -> jax.Array:
-        total = self.total(x)
-        return total / jnp.asarray(self.counts(count_include_pad, total.ndim), total.dtype)
+        array = jnp.asarray(x)
+        total = self.total(array.astype(jnp.float32) if array.dtype.itemsize < 4 else array)
+        counts = jnp.asarray(self.counts(count_include_pad, total.ndim), total.dtype)
+        return (total / counts).astype(array.dtype)
 
     def counts(self, count_include_pad: bool, rank: int) -> np.ndarray:
         """Return how many elements each window has, ready to meet an array of `rank`."""

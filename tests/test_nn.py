@@ -888,3 +888,9 @@ def test_docstring_examples(name):
     assert example.examples
     report = []
     assert runner.run(example, out=report.append).failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_mean_of_many_narrow_floats_is_their_mean(dtype):
+    x = jnp.full((1, 32, 32, 1), 300, dtype)
+    assert nn.avg_pool(x, 32)[0, 0, 0, 0] == x[0, 0, 0, 0]
