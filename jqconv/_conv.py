@@ -19,6 +19,7 @@ from jqconv._qtensor import (
     as_array,
     as_factor,
     as_scale,
+    check_holds_arrays,
     quantize,
     to_ohwi,
 )
@@ -243,7 +244,7 @@ def conv2d(
         raise TypeError("x is a PackedKernel, expected a QTensor or a float array")
     if xq.scale.ndim:
         raise ValueError(f"the scale of x has shape {xq.scale.shape}, expected ()")
-    x_codes, x_zero = _as_int8(xq)
+    x_codes, x_zero = as_int8(xq)
     x_view = _as_view(xq.fq)
     w_codes, w_view = _as_kernel(wq)
     bias = _as_bias(bias, w_codes.shape[0])
@@ -320,6 +321,7 @@ def _as_quantized(value: Any, scale: Any, name: str) -> QTensor | PackedKernel:
     """Return `x` or `w` as something quantized, or say which of value and scale is wrong."""
     if isinstance(value, QTensor | PackedKernel):
         kind = type(value).__name__
+        check_holds_arrays(value, name)
         if scale is not None:
             raise TypeError(f"{name} is a {kind}, which has a scale: drop {name}_scale")
         if value.scale is None:
@@ -343,7 +345,7 @@ def _as_view(fq: Any) -> Any:
     return None if fq is None else jnp.asarray(fq, jnp.float32)
 
 
-def _as_int8(q: QTensor) -> tuple[Any, int]:
+def as_int8(q: QTensor) -> tuple[Any, int]:
     """Return the codes and zero point of `q`, shifted together to int8 where they are uint8."""
     zero = q.zero_point or 0
     if q.dtype == jnp.int8:
@@ -360,7 +362,7 @@ def _as_kernel(w: QTensor | PackedKernel) -> tuple[Any, Any]:
     """
     if isinstance(w, PackedKernel):
         return w.values, None
-    codes, zero = _as_int8(w)
+    codes, zero = as_int8(w)
     if zero:
         codes = jnp.asarray(codes, jnp.int16) - np.int16(zero)
     view = None if w.fq is None else to_ohwi(_as_view(w.fq))
@@ -416,8 +418,11 @@ def _as_float(value: Any, name: str, channels: int | None) -> Any:
     if value is None:
         return None
     array = as_factor(value, name, channels)
-    if isinstance(array, np.ndarray | np.generic) and not np.all(np.isfinite(array)):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+    if isinstance(array, np.ndarray | np.generic):
+        with np.errstate(over="ignore"):
+            array = np.asarray(array, np.float32)
+        if not np.all(np.isfinite(array)):
+            raise ValueError(f"{name} must be finite in float32, got {value!r}")
     return jnp.asarray(array, jnp.float32)
 
 
@@ -478,6 +483,7 @@ def _check_residual(spec: ConvSpec, residual: Any) -> None:
 def _pad_explicitly(spec: ConvSpec, x: Any, view: Any, zero: int) -> tuple[ConvSpec, Any, Any]:
     """Pad with the zero point: a convolution's own padding would be the code 0, not the number."""
     widths = ((0, 0), *spec.padding, (0, 0))
+    shape = tuple(n + low + high for n, (low, high) in zip(x.shape, widths, strict=True))
+    spec = dataclasses.replace(spec, x_shape=shape, padding=((0, 0), (0, 0)))  # may be too large
     x = jnp.pad(x, widths, constant_values=zero)
-    view = None if view is None else jnp.pad(view, widths)
-    return dataclasses.replace(spec, x_shape=x.shape, padding=((0, 0), (0, 0))), x, view
+    return spec, x, None if view is None else jnp.pad(view, widths)

@@ -21,14 +21,17 @@ from jqconv._sharding import equally_varying
 #: Smallest and largest code of each integer dtype that a QTensor may hold.
 CODE_RANGE: dict[str, tuple[int, int]] = {"int8": (-128, 127), "uint8": (0, 255)}
 
+#: The smallest normal number of float32; XLA takes smaller ones for 0.
+_TINY = float(np.finfo(np.float32).tiny)
+
 
 @jax.tree_util.register_pytree_with_keys_class
 class QTensor:
     """A quantized array: integer codes and the scale that gives them meaning.
 
     It stands for the real numbers ``(values - zero_point) * scale``. It is a pytree of `values`,
-    `scale` and `fq`. For ``in_axes``, ``in_specs`` and the like, a QTensor may hold an axis or a
-    PartitionSpec in their places: ``jax.vmap(f, in_axes=QTensor(0, None))``.
+    `scale` and `fq`. For ``in_axes``, ``in_specs`` and the like, a QTensor may hold an axis, None
+    or a PartitionSpec in their places: ``jax.vmap(f, in_axes=(QTensor(0, None),))``.
 
     Parameters
     ----------
@@ -75,20 +78,22 @@ class QTensor:
         fq: jax.Array | None = None,
     ) -> None:
         self.values, self.scale, self.zero_point, self.fq = values, scale, zero_point, fq
-        if _is_placeholder(values):
+        if _is_placeholder(values, scale):
             return
         self.values = as_array(values, "values")
         if self.values.dtype.name not in CODE_RANGE:
             raise TypeError(f"values must be int8 or uint8, got {self.values.dtype}")
         self.scale = as_scale(scale, "scale", channels=(self.values.shape or (None,))[-1])
         self.zero_point = as_zero_point(zero_point, self.values.dtype.name)
-        if fq is not None and (
-            fq.shape != self.values.shape or not jnp.issubdtype(fq.dtype, jnp.floating)
+        view = None if fq is None else as_array(fq, "fq")
+        if view is not None and (
+            view.shape != self.values.shape or not jnp.issubdtype(view.dtype, jnp.floating)
         ):
             raise ValueError(
-                f"fq has shape {tuple(fq.shape)} and dtype {fq.dtype}, expected a float array of "
-                f"the values' shape, {self.shape}"
+                f"fq has shape {tuple(view.shape)} and dtype {view.dtype}, expected a float array "
+                f"of the values' shape, {self.shape}"
             )
+        self.fq = view
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -156,6 +161,9 @@ class PackedKernel:
     scale: Any
 
     def __init__(self, values: ArrayLike, scale: ArrayLike | None = None) -> None:
+        self.values, self.scale = values, scale
+        if _is_placeholder(values, scale):
+            return
         self.values = as_array(values, "values")
         if self.values.dtype != jnp.int8 or self.values.ndim != 4:
             raise TypeError(
@@ -227,6 +235,8 @@ def prepack(w: QTensor | ArrayLike) -> PackedKernel:
     >>> prepack(QTensor(jnp.ones((3, 3, 8, 16), jnp.int8), 0.5))
     PackedKernel(OHWI int8[16,3,3,8], scale=0.5)
     """
+    if isinstance(w, QTensor):
+        check_holds_arrays(w, "w")
     values, scale = (w.values, w.scale) if isinstance(w, QTensor) else (as_array(w, "w"), None)
     if values.dtype != jnp.int8 or values.ndim != 4:
         raise TypeError(
@@ -316,13 +326,13 @@ def absmax_scale(x: ArrayLike, *, channel_axis: int | None = None) -> jax.Array:
     -------
     Array
         float32 of shape ``()`` or ``(x.shape[channel_axis],)``. Where all is zero (or `x` is
-        empty) the scale is 1, and where there is a NaN it is NaN. It is a statistic: no gradient
-        flows through it.
+        empty, or the scale were less than float32's smallest normal number) the scale is 1, and
+        where there is a NaN it is NaN. It is a statistic: no gradient flows through it.
 
     Raises
     ------
     TypeError
-        If `x` is not floating point.
+        If `x` is not floating point, or `channel_axis` no int.
     ValueError
         If `channel_axis` is no axis of `x`.
 
@@ -334,19 +344,30 @@ def absmax_scale(x: ArrayLike, *, channel_axis: int | None = None) -> jax.Array:
     array = as_array(x, "x")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"absmax_scale takes a float array, got {_brief_type(array)}")
-    rank = array.ndim
-    if channel_axis is not None and not -rank <= channel_axis < rank:
-        raise ValueError(f"channel_axis={channel_axis} is no axis of an array of rank {rank}")
-    kept = None if channel_axis is None else channel_axis % rank
+    rank, kept = array.ndim, None
+    if channel_axis is not None:
+        kept = as_index(channel_axis, "channel_axis")
+        if not -rank <= kept < rank:
+            raise ValueError(f"channel_axis={channel_axis} is no axis of an array of rank {rank}")
+        kept %= rank
     axes = tuple(axis for axis in range(rank) if axis != kept)
     magnitude = jnp.abs(jax.lax.stop_gradient(array)).astype(jnp.float32)
-    largest = jnp.max(magnitude, axis=axes, initial=0.0)
-    return jnp.where(largest == 0, 1.0, largest / 127.0)
+    scale = jnp.max(magnitude, axis=axes, initial=0.0) / 127.0
+    return jnp.where(scale < _TINY, 1.0, scale)
 
 
-def _is_placeholder(values: Any) -> bool:
-    """Whether `values` stands for an array: an axis or a PartitionSpec."""
-    return isinstance(values, int | jax.sharding.PartitionSpec)
+def _is_placeholder(values: Any, scale: Any) -> bool:
+    """Whether `values` stands for an array: an axis or a PartitionSpec, or None beside one."""
+    kinds = int, jax.sharding.PartitionSpec
+    if values is None:
+        return scale is None or (isinstance(scale, kinds) and not isinstance(scale, bool))
+    return isinstance(values, kinds) and not isinstance(values, bool)
+
+
+def check_holds_arrays(value: QTensor | PackedKernel, name: str) -> None:
+    """Refuse a tree of axes, specs or the like, which is no operand."""
+    if not hasattr(value.values, "dtype"):
+        raise TypeError(f"{name} is a {type(value).__name__} of axes or specs, not of arrays")
 
 
 def as_array(value: ArrayLike, name: str) -> Any:
@@ -361,8 +382,10 @@ def as_array(value: ArrayLike, name: str) -> Any:
 
 
 def as_factor(value: ArrayLike, name: str, channels: int | None) -> Any:
-    """Return `value` as an array of shape ``()`` or ``(channels,)``, of any dtype."""
+    """Return `value` as an array of real numbers, of shape ``()`` or ``(channels,)``."""
     array = as_array(value, name)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise TypeError(f"{name} must be a real number, got {array.dtype}")
     expected = "()" if channels is None else f"() or ({channels},)"
     if tuple(array.shape) not in ((), (channels,)):
         raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {expected}")
@@ -379,10 +402,23 @@ def as_scale(scale: ArrayLike, name: str, channels: int | None) -> Any:
     if isinstance(array, np.ndarray | np.generic):
         with np.errstate(over="ignore"):
             single = np.asarray(array, np.float32)
-        if not np.all(np.isfinite(single) & (single > 0)):
-            raise ValueError(f"{name} must be positive and finite in float32, got {scale!r}")
+        if not np.all(np.isfinite(single) & (single >= _TINY)):
+            raise ValueError(
+                f"{name} must be positive and finite in float32, and no less than its smallest "
+                f"normal number, {_TINY:.3g}; got {scale!r}"
+            )
         return single
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array
     return jnp.asarray(array, jnp.float32)
+
+
+def as_index(value: Any, name: str) -> int:
+    """Return `value` as an int."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a static int, got {value!r}") from None
 
 
 def as_zero_point(zero_point: int | None, dtype: str) -> int | None:
@@ -390,10 +426,7 @@ def as_zero_point(zero_point: int | None, dtype: str) -> int | None:
     if zero_point is None:
         return None
     low, high = CODE_RANGE[dtype]
-    try:
-        code = operator.index(zero_point)
-    except TypeError:
-        raise TypeError(f"zero_point must be a static int, got {zero_point!r}") from None
+    code = as_index(zero_point, "zero_point")
     if not low <= code <= high:
         raise ValueError(f"zero_point={code} is no {dtype} code, expected {low} to {high}")
     return code

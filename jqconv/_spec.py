@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -84,7 +85,7 @@ class Activation:
             raise ValueError(f"activation {name!r} takes no parameter, got {parameter!r}")
         if parameter is None:
             parameter = default
-        elif not isinstance(parameter, int | float) or not 0 <= parameter <= 1:
+        elif not isinstance(parameter, numbers.Real) or not 0 <= parameter <= 1:
             raise ValueError(f"the slope of {name!r} must be from 0 to 1, got {parameter!r}")
         if parameter == 0:
             return cls("relu")

@@ -130,7 +130,7 @@ def _conv_fwd(call: Call, ops: Operands) -> tuple[Any, _Saved]:
     if perturbed and call.quantized and not call.carries_view:
         raise TypeError(
             f"differentiating conv2d for {', '.join(sorted(perturbed))} through an int8 output "
-            "whose operands are all frozen: give x or w as a float array with its scale, or as "
+            "whose x and w are frozen codes: give x or w as a float array with its scale, or as "
             "a QTensor with a float view (quantize makes one), or leave out_scale out"
         )
     y, view = _forward(call, ops)

@@ -241,3 +241,32 @@ def test_tensors_beyond_what_a_kernel_addresses():
 def test_names_that_do_not_exist():
     with refused(TypeError, "stride"):
         conv2d(stride=2)
+
+
+def test_tensors_of_axes_are_no_operands():
+    with refused(TypeError, "x is a QTensor of axes or specs"):
+        conv2d(QTensor(5, 0.1))
+    with refused(TypeError, "w is a PackedKernel of axes or specs"):
+        conv2d(w=jqconv.PackedKernel(0, None))
+    with refused(TypeError, "of axes or specs"):
+        jqconv.prepack(QTensor(0, None))
+
+
+@pytest.mark.parametrize("name", ["multiplier", "out_multiplier", "residual_scale"])
+def test_factors_are_finite_real_numbers_in_float32(name):
+    options = {"residual": np.zeros(Y_SHAPE, np.int8)} if name == "residual_scale" else {}
+    with refused(ValueError, name, "finite in float32", "1e+39"):
+        qconv2d(**options, **{name: 1e39})
+    for value in (np.complex64(1), jnp.complex64(1), np.bool_(True)):
+        with refused(TypeError, name, "real number"):
+            qconv2d(**options, **{name: value})
+
+
+def test_padding_with_a_zero_point_is_checked_before_it_is_made():
+    with refused(ValueError, "elements"):
+        conv2d(QTensor(X, 0.5, zero_point=3), padding=60_000, strides=60_000)
+
+
+def test_a_slope_may_be_any_real_number():
+    slope = ("leaky_relu", np.float32(0.5))
+    assert jnp.array_equal(conv2d(activation=slope), conv2d(activation=("leaky_relu", 0.5)))

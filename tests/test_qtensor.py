@@ -253,6 +253,42 @@ def test_absmax_scale_refuses_integers_and_missing_axes():
         jqconv.absmax_scale(CODES)
     with refused(ValueError, "channel_axis=2", "2"):
         jqconv.absmax_scale(np.zeros((2, 3), np.float32), channel_axis=2)
+    for axis in (1.5, "0", (0,)):
+        with refused(TypeError, "channel_axis must be a static int"):
+            jqconv.absmax_scale(np.zeros((2, 3), np.float32), channel_axis=axis)
+
+
+def test_a_scale_that_xla_would_take_for_zero_is_none():
+    x = np.full(3, 1e-37, np.float32)
+    assert jqconv.absmax_scale(x) == 1
+    with refused(ValueError, "smallest normal number"):
+        QTensor(CODES, 1e-40)
+
+
+@pytest.mark.parametrize("scale", [np.complex64(1 + 2j), jnp.complex64(1), True, np.bool_(True)])
+def test_a_scale_is_a_real_number(scale):
+    with refused(TypeError, "scale must be a real number"):
+        jqconv.quantize(np.zeros(3, np.float32), scale)
+
+
+def test_a_view_is_an_array():
+    with refused(ValueError, "fq has shape (1,)"):
+        QTensor(CODES, 1.0, fq=[1.0])
+    with refused(TypeError, "fq must be an array"):
+        QTensor(CODES, 1.0, fq="view")
+
+
+def test_it_holds_axes_and_shapes_in_the_places_of_arrays():
+    q = QTensor(np.stack([CODES, CODES]), 0.5)
+    scales = jnp.asarray([0.5, 0.25, 1.0])
+    mapped = jax.vmap(lambda q: q.dequantize(), in_axes=(QTensor(None, 0),))
+    got = mapped(QTensor(q.values, 1.0).__class__.tree_unflatten(None, (q.values, scales, None)))
+    assert got.shape == (3, *q.shape)
+    packed = jqconv.PackedKernel(np.zeros((2, 1, 1, 3), np.int8), 0.5)
+    both = jax.vmap(lambda p: p.values * 1, in_axes=(jqconv.PackedKernel(None, None),), axis_size=2)
+    assert both(packed).shape == (2, 2, 1, 1, 3)
+    shapes = QTensor(jax.ShapeDtypeStruct((2, 3), jnp.int8), jax.ShapeDtypeStruct((), jnp.float32))
+    assert shapes.shape == (2, 3)
 
 
 def test_prepack_refuses_what_cannot_be_packed():
