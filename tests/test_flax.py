@@ -113,6 +113,10 @@ def test_parameters_are_those_of_nnx_conv():
         ({"output": "int4"}, "int4"),
         ({"observer": "median"}, "median"),
         ({"activation": "tanh"}, "tanh"),
+        ({"feature_group_count": 3}, "feature_group_count=3 must divide"),
+        ({"feature_group_count": 0}, "feature_group_count=0 must divide"),
+        ({"padding": -1}, "padding=-1 must be at least 0"),
+        ({"kernel_dilation": (1, 0)}, "kernel_dilation"),
     ],
 )
 def test_what_it_does_not_do_is_refused(options, said):
@@ -346,7 +350,7 @@ def test_freezing_computes_no_convolution(monkeypatch):
         outputs.append(jqconv.qconv2d(*args, **options))
         return outputs[-1]
 
-    monkeypatch.setattr("jqconv.flax._qconv.qconv2d", watched)
+    monkeypatch.setattr("jqconv.flax._frozen.qconv2d", watched)
     jf.freeze(model, images())
     assert len(outputs) == 2
     assert all(isinstance(y, jax.core.Tracer) for y in outputs)
@@ -422,14 +426,12 @@ def test_layers_can_be_left_in_float():
         }
 
     always = {"ring", "line"}
-    first = next(iter(rows_of(jf.quantize(Net()))))
     assert left() == always
     assert left(skip=["blocks.0"]) == always | {"blocks.0"}
     assert left(skip=lambda name, conv: name.startswith("blocks")) == always | {
         "blocks.0",
         "blocks.1",
     }
-    assert left(first_in_float=True) == always | {first}
     with pytest.raises(ValueError, match=r"block0.*blocks\.0"):
         jf.quantize(Net(), skip=["block0"])
 
@@ -604,16 +606,80 @@ class Misnamed(nnx.Module):
         return self.a_head(self.middle(self.stem(x)))
 
 
-def test_first_and_last_are_those_of_the_definition():
-    report = jf.quantize(Misnamed(), first_in_float=True, last_in_float=True)
-    assert [row[:2] for row in report.rows] == [
-        ("stem", "float"),
-        ("middle", "int8"),
-        ("a_head", "float"),
+@nnx.jit
+def passed_through_jit(model):
+    """Its attributes are in the order of their names afterwards."""
+    model(images())
+
+
+@pytest.mark.parametrize("change", [lambda model: None, passed_through_jit])
+def test_first_and_last_are_those_that_the_model_calls_so(change):
+    model = Misnamed()
+    change(model)
+    report = jf.quantize(model, images(), first_in_float=True, last_in_float=True)
+    rows = rows_of(report)
+    assert rows["stem"] == ("float", "the first convolution")
+    assert rows["middle"] == ("int8", "")
+    assert rows["a_head"] == ("float", "the last convolution")
+    assert type(model.stem) is nnx.Conv
+
+
+class Inside(Misnamed):
+    def __call__(self, x):
+        return nnx.jit(lambda model, x: Misnamed.__call__(model, x))(self, x)
+
+
+@pytest.mark.parametrize("model", [Inside, lambda: nnx.Sequential(nnx.relu)])
+def test_a_first_that_cannot_be_told_is_not_guessed(model):
+    with pytest.raises(ValueError, match="cannot be told which"):
+        jf.quantize(model(), images(), first_in_float=True)
+
+
+def test_first_and_last_need_an_example():
+    with pytest.raises(ValueError, match="give an example"):
+        jf.quantize(Misnamed(), last_in_float=True)
+
+
+def test_a_run_to_find_the_first_changes_nothing():
+    model = nnx.Sequential(conv(), nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+    before = jax.tree.leaves(nnx.state(model))
+    jf.quantize(model, images(), first_in_float=True)
+    for old, new in zip(before, jax.tree.leaves(nnx.state(model)), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+class Part(nnx.Pytree):
+    """Known to nnx, and no module."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+
+def test_layers_in_other_nodes_of_nnx_are_layers():
+    model = nnx.Sequential(conv())
+    model.part = Part(conv(1))
+    assert set(rows_of(jf.quantize(model))) == {"layers.0", "part.layer"}
+    assert isinstance(model.part.layer, jf.QConv)
+
+
+def test_a_kernel_that_is_made_anew_stays_in_float():
+    model = nnx.Sequential(nnx.WeightNorm(conv(), rngs=nnx.Rngs(0)), conv(1))
+    rows = rows_of(jf.quantize(model))
+    assert sorted(rows.values()) == [
+        ("float", "its kernel is made anew in every call"),
+        ("int8", ""),
     ]
 
 
+@pytest.mark.parametrize("step", [jf.quantize, jf.freeze])
+def test_what_is_no_module_is_refused(step):
+    with pytest.raises(TypeError, match=r"expected a flax\.nnx\.Module, got int"):
+        step(3)
+
+
 def test_wrong_options_are_no_reason_to_leave_layers_in_float():
+    with pytest.raises(ValueError, match="norm belongs to one layer"):
+        jf.quantize(Misnamed(), norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="'foo' is unknown"):
         jf.quantize(Misnamed(), observer="foo")
     with pytest.raises(ValueError, match="grad_dtype=int8"):
@@ -679,6 +745,149 @@ def test_a_residual_of_another_rank_is_named_in_every_mode():
             layer(images(), residual=jnp.ones(8))
 
 
+def test_a_residual_that_would_broadcast_is_refused_in_every_mode():
+    layer = jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))
+    for mode in ("float", "train"):
+        layer.mode = mode
+        with pytest.raises(ValueError, match=r"residual has shape \(1, 1, 1, 8\)"):
+            layer(images(), residual=jnp.ones((1, 1, 1, 8)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "residual", "said"),
+    [
+        (None, None, "expected an array or a QTensor, got NoneType"),
+        ([[1.0]], None, "got list"),
+        ((images(), 3), None, "got tuple.*call="),
+        (images(), 3.0, "residual must be a float array or a QTensor, got float"),
+        (images(), jnp.ones((2, 7, 6, 8), jnp.int32), "got an array of int32"),
+    ],
+    ids=["None", "list", "tuple", "float", "integers"],
+)
+def test_what_is_no_operand_is_refused(inputs, residual, said):
+    layer = jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=said):
+        layer(inputs, residual=residual)
+
+
+def test_there_are_no_other_modes():
+    with pytest.raises(ValueError, match="mode='foo' must be one of float, observe"):
+        jf.set_mode(nnx.Sequential(jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))), "foo")
+
+
+class Half(nnx.Module):
+    """Parameters in bfloat16, int8 in between."""
+
+    def __init__(self):
+        options = {"param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+        self.a = jf.QConv(8, 8, (3, 3), output="int8", **options)
+        self.b = jf.QConv(8, 8, (3, 3), **options)
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+
+def test_the_output_is_of_one_dtype_in_every_mode():
+    model, x = Half(), images(dtype=jnp.bfloat16)
+    assert model(x).dtype == jnp.bfloat16
+    jf.calibrate(model, [x], progress=False)
+    assert model(x).dtype == jnp.bfloat16
+    jf.freeze(model, x)
+    assert model(x).dtype == jnp.bfloat16
+
+
+ASYMMETRIC = {
+    "int8, zero point": lambda x: jqconv.quantize(x, 0.03, zero_point=17),
+    "uint8": lambda x: jqconv.quantize(x, 0.03, dtype="uint8", zero_point=100),
+    "uint8 from 0": lambda x: jqconv.quantize(jnp.abs(x), 0.02, dtype="uint8"),
+}
+
+
+@pytest.mark.parametrize("name", ASYMMETRIC)
+@pytest.mark.parametrize("where", ["inputs", "residual", "both"])
+@pytest.mark.parametrize("output", ["float", "int8"])
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_a_zero_point_survives_freezing(name, where, output, use_bias):
+    layer = jf.QConv(8, 8, (3, 3), output=output, use_bias=use_bias, rngs=nnx.Rngs(0))
+    model = Around(layer)
+    x, z = images(), images(1)
+    jf.calibrate(model, [(x, z)], call=lambda m, batch: m(*batch), progress=False)
+    x = x if where == "residual" else ASYMMETRIC[name](x)
+    z = z if where == "inputs" else ASYMMETRIC[name](z)
+    want = floats(model(x, z))
+    jf.freeze(model, x, z)
+    got = floats(model(x, z))
+    step = float(jnp.max(jnp.abs(want))) / 100
+    np.testing.assert_allclose(got, want, atol=step if output == "int8" else 1e-4)
+    if where != "residual":
+        with pytest.raises(TypeError, match="zero point"):
+            model(jqconv.quantize(images(), 0.03, zero_point=3), z)
+
+
+class Around(nnx.Module):
+    """One layer with a residual."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x, z):
+        return self.layer(x, residual=z)
+
+
+class Times10(jf.QConv):
+    def __call__(self, x, **options):
+        return super().__call__(x, **options) * 10
+
+
+def test_a_layer_with_a_call_of_its_own_is_not_frozen():
+    model = calibrated(Times10(8, 8, (3, 3), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"layers\.0 is of a class with a __call__ of its own"):
+        jf.freeze(model, images())
+
+
+def test_freezing_leaves_the_rest_of_the_state_alone():
+    layers = conv(), nnx.BatchNorm(8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    model = nnx.Sequential(*layers)
+    jf.quantize(model)
+    jf.calibrate(model, [images()], progress=False)
+    model.train()
+    before = jax.tree.leaves(nnx.state((model.layers[1], model.layers[2])))
+    jf.freeze(model, images())
+    after = jax.tree.leaves(nnx.state((model.layers[1], model.layers[2])))
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(
+            jax.random.key_data(old) if is_key(old) else old,
+            jax.random.key_data(new) if is_key(new) else new,
+        )
+
+
+def is_key(leaf):
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def test_a_frozen_layer_tells_its_shape_as_the_float_one_did():
+    layer = jf.QConv(8, 12, (3, 2), strides=2, padding=1, rngs=nnx.Rngs(0))
+    model = calibrated(layer)
+    jf.freeze(model, images())
+    for name in ("in_features", "out_features", "kernel_size", "strides", "padding"):
+        assert getattr(model.layers[0], name) == getattr(layer, name)
+
+
+@pytest.mark.parametrize("step", [lambda m: jf.freeze(m, images()), lambda m: jf.calibrate(m, [])])
+def test_a_frozen_model_says_that_it_is(step):
+    model = calibrated(jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0)))
+    jf.freeze(model, images())
+    with pytest.raises(ValueError, match="frozen already"):
+        step(model)
+
+
+def test_a_norm_that_cannot_be_folded_is_named():
+    norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+    model = calibrated(jf.QConv(8, 8, (3, 3), norm=norm, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="LayerNorm cannot be frozen"):
+        jf.freeze(model, images())
+
+
 class Added(nnx.Module):
     def __init__(self, output):
         self.first = jf.QConv(8, 8, (3, 3), output=output, rngs=nnx.Rngs(0))
@@ -709,6 +918,16 @@ def test_a_frozen_layer_sends_back_no_silent_zero():
         nnx.grad(lambda model, x: model(x).sum())(model, images())
     kept = jax.grad(lambda x: model.layers[1](jax.lax.stop_gradient(x)).sum() + x.sum())
     np.testing.assert_array_equal(kept(images()), jnp.ones_like(images()))
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: jqconv.quantize(x, 0.03)])
+@pytest.mark.parametrize("which", [0, 1])
+def test_nor_does_it_for_codes_or_a_residual(view, which):
+    model = Around(jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0)))
+    jf.calibrate(model, [images()], call=lambda m, x: m(x, x), progress=False)
+    jf.freeze(model, *map(view, (images(), images(1))))
+    with pytest.raises(TypeError, match="frozen QConv has no gradient"):
+        jax.grad(lambda *xs: model(*map(view, xs)).sum(), which)(images(), images(1))
 
 
 # BatchNorm.
@@ -756,6 +975,57 @@ def test_batch_norms_fold_into_the_convolutions_before_them(options):
     jf.quantize(model)
     jf.calibrate(model, [x], progress=False)
     assert decibels(want, model(x)) > 25
+
+
+class Reads(nnx.Module):
+    """Its forward looks at its layers, and names their arguments."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Conv(8, 8, (3, 3), rngs=rngs) for _ in range(2)])
+        self.norm = with_statistics(nnx.BatchNorm(8, rngs=rngs))
+        self.eval()
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(inputs=x) if isinstance(layer, nnx.Conv) else x
+        return self.norm(x=x).reshape(len(x), -1, self.layers[0].out_features)
+
+
+def test_folding_runs_models_that_look_at_their_layers():
+    model = Reads()
+    want = model(images())
+    assert jf.fold_batch_norm(model, images()).rows == (("norm", "layers.1", ""),)
+    assert type(model.layers[0]) is nnx.Conv
+    np.testing.assert_allclose(model(images()), want, rtol=1e-4, atol=1e-5)
+
+
+def test_folding_says_that_dropout_is_active():
+    norm = with_statistics(nnx.BatchNorm(8, use_running_average=True, rngs=nnx.Rngs(0)))
+    model = nnx.Sequential(conv(), norm, nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    with pytest.raises(ValueError, match=r"something else each time.*model\.eval\(\)"):
+        jf.fold_batch_norm(model, images())
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_channel_that_a_norm_turns_off_keeps_a_scale(learned):
+    norm = with_statistics(nnx.BatchNorm(8, use_running_average=True, rngs=nnx.Rngs(0)))
+    norm.scale[...] = norm.scale[...].at[3].set(0.0)
+    layer = jf.QConv(8, 8, (3, 3), norm=norm, learned_scales=learned, rngs=nnx.Rngs(0))
+    model = calibrated(layer)
+    jf.fold_batch_norm(model, images())
+    grads = nnx.grad(lambda model: jnp.square(model(images()) - 1).sum())(model)
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(grads))
+    assert jnp.all(jnp.any(grads["layers"][0]["kernel"][...] != 0, (0, 1, 2)))
+
+
+def test_a_fold_that_is_taken_back_leaves_a_shared_bias_shared():
+    model = Twice()
+    other = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(5))
+    bias = other.bias = model.conv.bias
+    model.other = other
+    jf.fold_batch_norm(model, images())
+    assert model.conv.bias is model.other.bias is bias
 
 
 def test_folding_needs_running_averages():

@@ -10,6 +10,7 @@ In short::
 
 from jqconv._table import Table
 from jqconv.flax._fold import Identity, fold_batch_norm
+from jqconv.flax._frozen import Int8Conv
 from jqconv.flax._model import (
     Sensitivity,
     calibrate,
@@ -20,7 +21,8 @@ from jqconv.flax._model import (
     set_mode,
 )
 from jqconv.flax._observers import MSE, AbsMax, MovingAverage, Observer, Percentile
-from jqconv.flax._qconv import Int8Conv, QConv, Quant, StepSize
+from jqconv.flax._qconv import QConv
+from jqconv.flax._state import Quant, StepSize
 
 __all__ = [
     "MSE",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +11,10 @@ from flax import nnx
 
 from jqconv._qtensor import QTensor
 from jqconv._table import Table
-from jqconv.flax._model import modules, qconvs, replace
-from jqconv.flax._qconv import QConv, scale_of, set_scale
+from jqconv.flax._model import qconvs
+from jqconv.flax._qconv import QConv
+from jqconv.flax._state import scale_of, set_scale
+from jqconv.flax._walk import Watched, modules, replace, watching
 
 #: How far the folded model may be from the model, against the largest magnitude of its output, by
 #: what it computes in. (Folding itself is done in float32.)
@@ -25,30 +27,6 @@ class Identity(nnx.Module):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return `x`."""
         return x
-
-
-class _Watched(nnx.Module):
-    """Stands in for a module while the model runs once, and keeps what it is given and returns."""
-
-    def __init__(self, module: nnx.Module, calls: _Calls) -> None:
-        self.module = module
-        self.calls = nnx.static(calls)
-
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        y = self.module(x, *args, **kwargs)
-        self.calls.seen.append((self.module, x, y))
-        return y
-
-
-class _Calls:
-    """The calls of watched modules in order; arrays are kept, so that their ids stay theirs."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, Any, Any]] = []
-
-    def of(self, module: nnx.Module) -> list[tuple[Any, Any]]:
-        """Return inputs and outputs of `module`."""
-        return [(x, y) for called, x, y in self.seen if called is module]
 
 
 def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
@@ -70,7 +48,7 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
         In evaluation (``model.eval()``), where its BatchNorms use their running averages.
     *example, **kwargs
         Arguments of the model, typical ones: what it returns for them is what folding is checked
-        by.
+        by, and only that. Of a model with several paths, take one that runs them all.
 
     Returns
     -------
@@ -81,7 +59,7 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     ------
     ValueError
         If a BatchNorm uses the batch's statistics, or the model returns no floats to check by for
-        the example.
+        the example, or others each time.
 
     Examples
     --------
@@ -104,7 +82,9 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
             )
     _check_scales(named)
     owners = {id(m.norm): m for m in named.values() if isinstance(m, QConv) and m.norm is not None}
-    before, calls = _watch(model, owners.keys(), example, kwargs)
+    seen = [*norms.values(), *(named[name] for name in convs.values())]
+    with watching(module for module in seen if id(module) not in owners) as calls:
+        before = model(*example, **kwargs)
     if not any(leaf.size for leaf in _floats(before)):
         raise ValueError(
             "the model returns no floats for the example, by which to check that folding changes "
@@ -116,6 +96,11 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     }
     pairs = [(conv, norms[name]) for name, (conv, _) in found.items() if conv is not None]
     rounding = _rounding(model, before, calls)
+    if not _difference(before, model(*example, **kwargs)) <= rounding:
+        raise ValueError(
+            "the model returns something else each time, so that nothing shows whether folding "
+            "changes it: put it into evaluation, with model.eval(), to turn Dropout off"
+        )
     changes = _fold_all(
         model, pairs, lambda: _difference(before, model(*example, **kwargs)) / rounding
     )
@@ -139,34 +124,16 @@ def _check_scales(named: dict[str, nnx.Module]) -> None:
             )
 
 
-def _watch(model: Any, owned: Collection[int], example: Any, kwargs: Any) -> tuple[Any, _Calls]:
-    """Run the model once, and return its output and the calls of convolutions and BatchNorms.
-
-    Those with an id in `owned` are not watched.
-    """
-    calls = _Calls()
-    watched = {
-        id(module): _Watched(module, calls)
-        for _, module in modules(model)
-        if isinstance(module, nnx.Conv | nnx.BatchNorm) and id(module) not in owned
-    }
-    replace(model, watched)
-    try:
-        return model(*example, **kwargs), calls
-    finally:
-        replace(model, {id(stand_in): stand_in.module for stand_in in watched.values()})
-
-
-def _conv_before(norm: nnx.BatchNorm, calls: _Calls) -> tuple[nnx.Conv | None, str]:
+def _conv_before(norm: nnx.BatchNorm, calls: list[Watched]) -> tuple[nnx.Conv | None, str]:
     """Return the convolution that `norm` can be folded into; None and why where there is none."""
-    given = calls.of(norm)
+    given = [call.x for call in calls if call.module is norm]
     if len(given) != 1:
         return None, f"called {len(given)} times"
-    ((x, _),) = given
-    conv = next((m for m, _, y in calls.seen if y is x and isinstance(m, nnx.Conv)), None)
+    (x,) = given
+    conv = next((c.module for c in calls if c.y is x and isinstance(c.module, nnx.Conv)), None)
     if conv is None:
         return None, "its input is not a convolution's output"
-    if len(calls.of(conv)) != 1:
+    if sum(call.module is conv for call in calls) != 1:
         return None, "the convolution before it is called more than once"
     if isinstance(conv, QConv) and (conv.activation or conv.norm):
         return None, "the QConv before it has a norm or an activation of its own in between"
@@ -180,7 +147,9 @@ class _Folding:
 
     def __init__(self, conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
         self.conv, self.norm, self.identity = conv, norm, Identity()
-        self.before = nnx.clone(conv)
+        # The bias itself, which folding replaces: it may be of another layer too.
+        self.kernel, self.bias, self.use_bias = conv.kernel[...], conv.bias, conv.use_bias
+        self.kernel_scale = conv.kernel_scale[...] if isinstance(conv, QConv) else None
         owned = isinstance(conv, QConv) and conv.norm is norm
         self.owner: Any = conv if owned else None
 
@@ -191,11 +160,11 @@ class _Folding:
         replace(model, {id(self.norm): self.identity})
 
     def undo(self, model: nnx.Module) -> None:
-        conv, before = self.conv, self.before
-        conv.kernel[...] = before.kernel[...]
-        conv.bias, conv.use_bias = before.bias, before.use_bias
-        if isinstance(conv, QConv) and isinstance(before, QConv):
-            conv.kernel_scale[...] = before.kernel_scale[...]
+        conv = self.conv
+        conv.kernel[...] = self.kernel
+        conv.bias, conv.use_bias = self.bias, self.use_bias
+        if isinstance(conv, QConv):
+            conv.kernel_scale[...] = self.kernel_scale
         replace(model, {id(self.identity): self.norm})
         if self.owner is not None:
             self.owner.norm = self.norm
@@ -234,19 +203,20 @@ def _fold(conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
     kernel = conv.kernel[...]
     bias = jnp.zeros(()) if conv.bias is None else conv.bias[...].astype(jnp.float32)
     conv.kernel[...] = (kernel.astype(jnp.float32) * factor).astype(kernel.dtype)
-    if isinstance(conv, QConv):  # its codes stay what they are
-        set_scale(conv.kernel_scale, scale_of(conv.kernel_scale) * jnp.abs(factor))
+    if isinstance(conv, QConv):  # its codes stay what they are, or become 0
+        rescale = jnp.where(factor == 0, 1.0, jnp.abs(factor))
+        set_scale(conv.kernel_scale, scale_of(conv.kernel_scale) * rescale)
     # A variable of its own: the one that there was may be kept elsewhere, to take this back.
     folded = (bias - norm.mean[...].astype(jnp.float32)) * factor + shift
     conv.bias = nnx.data(nnx.Param(folded.astype(kernel.dtype)))
     conv.use_bias = True
 
 
-def _rounding(model: nnx.Module, before: Any, calls: _Calls) -> float:
+def _rounding(model: nnx.Module, before: Any, calls: list[Watched]) -> float:
     """Return how far apart two ways to compute the same may be: by the coarsest dtype in it."""
     if any(layer.mode == "train" for layer in qconvs(model).values()):
         return 5e-2  # codes may move at ties
-    arrays = _floats((before, [y for _, _, y in calls.seen]))
+    arrays = _floats((before, [call.y for call in calls]))
     return max(_ROUNDING.get(array.dtype.name, 5e-2) for array in arrays)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,9 @@ from flax import nnx
 from tqdm.auto import tqdm
 
 from jqconv._table import Table
-from jqconv.flax._qconv import Freezing, Mode, QConv, _freezing
-
-Path: TypeAlias = tuple[str, ...]
-
+from jqconv.flax._frozen import Freezing, Int8Conv, freezing
+from jqconv.flax._qconv import Mode, QConv, check_mode
+from jqconv.flax._walk import modules, name_of, replace, state_kept, watching
 
 # --- reports --------------------------------------------------------------------------------------
 
@@ -72,76 +71,25 @@ class Sensitivity:
         return ax
 
 
-# --- walking a model ------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 def qconvs(model: nnx.Module) -> dict[str, QConv]:
     """Return the QConv layers of `model` by path, each once."""
-    return {_name(path): layer for path, layer in modules(model) if isinstance(layer, QConv)}
+    return {name_of(path): layer for path, layer in modules(model) if isinstance(layer, QConv)}
 
 
 def set_mode(model: nnx.Module, mode: Mode) -> None:
-    """Set the mode of every QConv in `model`; see :class:`QConv`."""
+    """Set the mode of every QConv in `model`; see :class:`QConv`.
+
+    Raises
+    ------
+    ValueError
+        If there is no such mode.
+    """
+    check_mode(mode)
     for layer in qconvs(model).values():
         layer.mode = mode
-
-
-def modules(model: nnx.Module) -> list[tuple[Path, nnx.Module]]:
-    """Return `model` and the modules in it with their paths, each once.
-
-    In the order of definition, where `nnx.iter_modules` goes by name. (A model that `nnx.merge` or
-    `nnx.clone` made has only names left to go by.)
-    """
-    found: dict[int, tuple[Path, nnx.Module]] = {}
-
-    def walk(path: Path, value: Any) -> None:
-        if isinstance(value, nnx.Module):
-            if id(value) in found:
-                return
-            found[id(value)] = path, value
-        for key, child in _children(value):
-            walk((*path, str(key)), child)
-
-    walk((), model)
-    return list(found.values())
-
-
-def _children(value: Any) -> list[tuple[Any, Any]]:
-    """Return what is in a module or a plain container, with its names."""
-    if isinstance(value, list | tuple | nnx.List):
-        return list(enumerate(value))
-    if isinstance(value, nnx.Module):
-        return [(k, v) for k, v in vars(value).items() if not k.startswith("_pytree__")]
-    return list(value.items()) if isinstance(value, dict) else []
-
-
-def _name(path: Path) -> str:
-    return ".".join(path)
-
-
-def replace(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> None:
-    """Put other modules in the places of those with these ids, everywhere in `model`."""
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, nnx.Module):
-            return replacements.get(id(value), value)
-        if isinstance(value, tuple):
-            new = [replaced(item) for item in value]
-            same = all(a is b for a, b in zip(new, value, strict=True))
-            return value if same else tuple(new)
-        for key, item in _children(value):
-            value[key] = replaced(item)
-        return value
-
-    for _, parent in modules(model):
-        for key, child in _children(parent):
-            new = replaced(child)
-            if new is child:
-                continue
-            if isinstance(parent, nnx.List):
-                parent[key] = new
-            else:
-                setattr(parent, key, nnx.data(new))
 
 
 # --- the pipeline ---------------------------------------------------------------------------------
@@ -149,7 +97,7 @@ def replace(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> None:
 
 def quantize(
     model: nnx.Module,
-    *,
+    *example: Any,
     skip: Collection[str] | Callable[[str, nnx.Conv], bool] = (),
     first_in_float: bool = False,
     last_in_float: bool = False,
@@ -165,12 +113,14 @@ def quantize(
     ----------
     model : flax.nnx.Module
         A model, not itself a convolution.
+    *example
+        Arguments of the model, which tell the first and the last convolution; not needed else.
     skip : collection of str, or callable
         Paths of convolutions to leave alone, as the report names them; or a function of the path
         and the layer that says so.
     first_in_float, last_in_float : bool, default False
-        Whether to leave the first or the last convolution, in the order of definition, alone: they
-        are often the most sensitive ones.
+        Whether to leave the first or the last convolution that the model calls alone: they are
+        often the most sensitive ones.
     **options
         Those of QConv that quantization adds: `observer`, `per_channel`, `learned_scales`, ...
 
@@ -182,15 +132,17 @@ def quantize(
     Raises
     ------
     TypeError
-        If `skip` is a str.
+        If `model` is no module, or `skip` is a str.
     ValueError
-        If `model` is a convolution itself, a path in `skip` is no convolution of the model, or an
-        option is wrong.
+        If `model` is a convolution itself, a path in `skip` is no convolution of the model, an
+        option is wrong, or the first or the last convolution is asked for without an example.
     """
     _check_contains(model)
+    if "norm" in options:
+        raise ValueError("norm belongs to one layer: write the model with QConv for it")
     QConv(1, 1, (1, 1), rngs=nnx.Rngs(0), **options)  # raises what is wrong with the options
     convs: dict[str, Any] = {
-        _name(path): conv
+        name_of(path): conv
         for path, conv in modules(model)
         if isinstance(conv, nnx.Conv | nnx.ConvTranspose) and not isinstance(conv, QConv)
     }
@@ -200,18 +152,19 @@ def quantize(
         raise ValueError(
             f"skip names {', '.join(unknown)}, but the convolutions are {', '.join(convs)}"
         )
-    ends = {
-        name: reason
-        for name, reason, wanted in (
-            (next(iter(convs), ""), "the first convolution", first_in_float),
-            (next(reversed(convs), ""), "the last convolution", last_in_float),
-        )
-        if wanted
-    }
+    ends: dict[int, str] = {}
+    if first_in_float or last_in_float:
+        first, last = _first_and_last(model, convs.values(), example)
+        ends |= {id(last): "the last convolution"} if last_in_float else {}
+        ends |= {id(first): "the first convolution"} if first_in_float else {}
+    wrapped = [p for p, m in modules(model) if isinstance(m, nnx.WeightNorm | nnx.SpectralNorm)]
+    remade = {id(m) for path, m in modules(model) if any(path[: len(p)] == p for p in wrapped)}
     replacements, rows = {}, []
     for name, conv in convs.items():
         skipped = skip(name, conv) if callable(skip) else name in skip
-        reason = "skipped as asked" if skipped else ends.get(name, "")
+        reason = "skipped as asked" if skipped else ends.get(id(conv), "")
+        if not reason and id(conv) in remade:
+            reason = "its kernel is made anew in every call"
         if not reason:
             try:
                 replacements[id(conv)] = QConv.from_conv(conv, **options)
@@ -220,6 +173,26 @@ def quantize(
         rows.append((name, "float" if reason else "int8", reason))
     replace(model, replacements)
     return Table(("convolution", "runs in", "why"), tuple(rows))
+
+
+def _first_and_last(
+    model: Any, convs: Collection[nnx.Module], example: tuple[Any, ...]
+) -> tuple[nnx.Module, nnx.Module]:
+    """Return the convolutions that the model calls first and last."""
+    if not example:
+        raise ValueError(
+            "which convolution is the first, and which the last, shows when the model runs: give "
+            "an example, quantize(model, images, first_in_float=True)"
+        )
+    with watching(convs) as calls, state_kept(model):
+        model(*example)
+    known = set(map(id, convs))
+    if not calls or any(id(call.module) not in known for call in calls):
+        raise ValueError(
+            "the model calls no convolution for the example, or some inside nnx.jit, nnx.remat or "
+            "nnx.scan, where it cannot be told which: name those to leave in float with skip="
+        )
+    return calls[0].module, calls[-1].module
 
 
 def calibrate(
@@ -330,9 +303,11 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
 
     Raises
     ------
+    TypeError
+        If `model` is no module.
     ValueError
         If the model has no QConv or is one, a layer is not calibrated or not reached by the
-        example, or a layer is called twice with different scales.
+        example, computes something of its own, or is called twice with different scales.
     """
     _check_contains(model)
     layers = _layers_of(model)
@@ -342,19 +317,26 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
             f"{', '.join(floating)} not in mode 'train' but {layers[floating[0]].mode!r}: "
             "calibrate the model before freezing it"
         )
-    freezing = Freezing()
-    token = _freezing.set(freezing)
+    strange = [n for n, layer in layers.items() if type(layer).__call__ is not QConv.__call__]
+    if strange:
+        raise ValueError(
+            f"{', '.join(strange)} is of a class with a __call__ of its own, which the int8 layer "
+            "would not have: put what it does into a module around a QConv"
+        )
+    frozen = Freezing()
+    token = freezing.set(frozen)
     try:
-        model(*example, **kwargs)
+        with state_kept(model):
+            model(*example, **kwargs)
     finally:
-        _freezing.reset(token)
-    missed = [name for name, layer in layers.items() if id(layer) not in freezing.layers]
+        freezing.reset(token)
+    missed = [name for name, layer in layers.items() if id(layer) not in frozen.layers]
     if missed:
         raise ValueError(
             f"the example did not reach {', '.join(missed)}: give one that does. (A layer inside "
             "nnx.jit, nnx.remat or nnx.scan is not reached: take those off for freezing.)"
         )
-    replace(model, freezing.layers)
+    replace(model, frozen.layers)
 
 
 def _run_in(
@@ -385,6 +367,8 @@ def _run_in(
 
 def _layers_of(model: nnx.Module) -> dict[str, QConv]:
     layers = qconvs(model)
+    if not layers and any(isinstance(module, Int8Conv) for _, module in modules(model)):
+        raise ValueError("the model is frozen already")
     if not layers:
         raise ValueError("the model has no QConv: write it with them, or call quantize first")
     stacked = [name for name, layer in layers.items() if layer.kernel.ndim != 4]
@@ -398,6 +382,8 @@ def _layers_of(model: nnx.Module) -> dict[str, QConv]:
 
 def _check_contains(model: nnx.Module) -> None:
     """Refuse a layer itself: nothing could be put in its place."""
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"expected a flax.nnx.Module, got {type(model).__name__}")
     if isinstance(model, nnx.Conv):
         raise ValueError(
             f"the model is itself a {type(model).__name__}, whose place nothing can take: put it "

@@ -1,9 +1,7 @@
-"""The layer: a float convolution that learns how to be an int8 one, and the int8 one."""
+"""The layer: a float convolution that learns how to be an int8 one."""
 
 from __future__ import annotations
 
-import contextvars
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
@@ -17,35 +15,15 @@ from jax.typing import DTypeLike
 
 from jqconv import _reference
 from jqconv._algorithm import AlgorithmLike, ConvAlgorithms
-from jqconv._conv import as_grad_dtype, conv2d, qconv2d
-from jqconv._qtensor import PackedKernel, QTensor, quantize, to_ohwi
-from jqconv._spec import FLOAT_DTYPES, Activation
+from jqconv._conv import as_grad_dtype, conv2d
+from jqconv._qtensor import QTensor, quantize
+from jqconv._spec import FLOAT_DTYPES, Activation, as_padding, as_pair
+from jqconv.flax._frozen import as_floats_or_codes, flat, freezing, pair, unflat
 from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale, magnitude
-from jqconv.nn import reshape
+from jqconv.flax._state import Quant, StepSize, scale_of, set_scale
 
 Mode: TypeAlias = Literal["float", "observe", "train", "compare"]
 Output: TypeAlias = Literal["float", "int8"]
-
-
-class Quant(nnx.Variable[Any]):
-    """What quantization adds to a model's state: fixed scales, statistics, int8 kernels."""
-
-
-class StepSize(nnx.Param[Any]):
-    """The logarithm of a scale that is learned; a parameter, so that optimizers find it.
-
-    The scale stays positive whatever an optimizer does, and a step of it is relative to it.
-    """
-
-
-def scale_of(variable: Quant | StepSize) -> jax.Array:
-    """Return the scale that a variable holds."""
-    return jnp.exp(variable[...]) if isinstance(variable, StepSize) else variable[...]
-
-
-def set_scale(variable: Quant | StepSize, scale: jax.Array) -> None:
-    """Put a scale into a variable."""
-    variable[...] = jnp.log(scale) if isinstance(variable, StepSize) else scale
 
 
 class QConv(nnx.Conv):
@@ -162,6 +140,8 @@ class QConv(nnx.Conv):
             promote_dtype=(promote_dtype, (dtypes.promote_dtype,)),
             preferred_element_type=(preferred_element_type, (None,)),
         )
+        _check_groups(in_features, out_features, feature_group_count)
+        _check_geometry(kernel_size, strides, padding, kernel_dilation)
         ConvAlgorithms.parse(algorithm)  # raises if it is none
         if output not in get_args(Output):
             raise ValueError(f"output={output!r} must be one of {', '.join(get_args(Output))}")
@@ -225,26 +205,18 @@ class QConv(nnx.Conv):
         QTensor or Array
             A QTensor in the quantized modes with ``output="int8"``.
         """
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
-        if residual is not None and len(residual.shape) != len(inputs.shape):
-            raise ValueError(
-                f"residual has shape {tuple(residual.shape)} and inputs {tuple(inputs.shape)}: it "
-                "must have the output's shape; broadcast it"
-            )
-        inputs = _not_integers(inputs)
-        freezing = _freezing.get()
-        if freezing is None and self.mode != "train":
+        check_mode(self.mode)
+        inputs = as_floats_or_codes(inputs)
+        if residual is not None:
+            _check_residual(residual, inputs)
+        model = freezing.get()
+        if model is None and self.mode != "train":
             return self._in_float(inputs, residual, out_sharding)
         if out_sharding is not None:
             raise ValueError("out_sharding is not supported by a quantized convolution")
-        batch = inputs.shape[:-3]
-        x, r = _flat(inputs), None if residual is None else _flat(residual)
-        if freezing is None:
-            return _unflat(self._quantized(x, r), batch)
-        frozen = Int8Conv._from(self, x, r)
-        freezing.add(self, frozen)
-        return _unflat(frozen._blank(x, r), batch)
+        x, r = flat(inputs), None if residual is None else flat(residual)
+        y = self._quantized(x, r) if model is None else model.freeze(self, x, r)
+        return unflat(y, inputs.shape[:-3])
 
     # The modes.
 
@@ -262,6 +234,11 @@ class QConv(nnx.Conv):
         if self.norm is not None:
             v = self.norm(v)
         if residual is not None:
+            if residual.shape != v.shape:
+                raise ValueError(
+                    f"residual has shape {tuple(residual.shape)}, expected that of the output, "
+                    f"{v.shape}: broadcast it"
+                )
             v = v + _as_float(residual).astype(v.dtype)
         return _reference.activate(self.activation, v)
 
@@ -274,15 +251,16 @@ class QConv(nnx.Conv):
         self.largest[...] = jnp.maximum(self.largest[...], magnitudes)
 
     def _compare(self, x: jax.Array, residual: Any, y: jax.Array) -> None:
-        q = self._quantized(_flat(x), None if residual is None else _flat(residual))
-        error = _as_float(_unflat(q, x.shape[:-3])).astype(jnp.float32) - y.astype(jnp.float32)
+        q = self._quantized(flat(x), None if residual is None else flat(residual))
+        error = _as_float(unflat(q, x.shape[:-3])).astype(jnp.float32) - y.astype(jnp.float32)
         squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in (y, error)]
         self.sqnr[...] = self.sqnr[...] + jnp.stack(squares)
 
     def _quantized(self, x: QTensor | jax.Array, residual: Any) -> QTensor | jax.Array:
         out_scale = scale_of(self.out_scale) if self.output == "int8" else None
         if self.norm is None:
-            return self._conv2d(x, residual=residual, out_scale=out_scale, **self._epilogue)
+            epilogue: dict[str, Any] = {"activation": self.activation}
+            return self._conv2d(x, residual=residual, out_scale=out_scale, **epilogue)
         y = self._after(jnp.asarray(self._conv2d(x)), residual)
         return y if out_scale is None else quantize(y, out_scale)
 
@@ -294,34 +272,21 @@ class QConv(nnx.Conv):
             None if self.bias is None else self.bias[...],
             x_scale=None if isinstance(x, QTensor) else scale_of(self.x_scale),
             w_scale=scale_of(self.kernel_scale),
-            out_dtype=self._float_dtype(x) if is_float else None,
+            strides=pair(self.strides),
+            padding=self.padding,  # type: ignore[arg-type]  # checked when the layer was made
+            dilation=pair(self.kernel_dilation),
+            groups=self.feature_group_count,
+            out_dtype=self.float_dtype(x) if is_float else None,
             grad_dtype=self.grad_dtype,
             algorithm=self.algorithm,
-            **self._geometry,
             **epilogue,
         )
 
-    @property
-    def _geometry(self) -> dict[str, Any]:
-        return {
-            "strides": _pair(self.strides),
-            "padding": self.padding,
-            "dilation": _pair(self.kernel_dilation),
-            "groups": self.feature_group_count,
-        }
-
-    @property
-    def _epilogue(self) -> dict[str, Any]:
-        act = self.activation
-        if act is None or act.parameter is None:
-            return {"activation": act and act.name}
-        return {"activation": (act.name, act.parameter)}
-
-    def _float_dtype(self, x: Any) -> Any:
-        """Return the dtype of a float output, as the float layer has it."""
-        given = x.scale if isinstance(x, QTensor) else x
-        dtype = self.dtype or jnp.result_type(given.dtype, self.kernel[...].dtype)
-        return dtype if jnp.dtype(dtype).name in FLOAT_DTYPES else jnp.float32
+    def float_dtype(self, x: QTensor | jax.Array) -> Any:
+        """Return the dtype of a float output, as the float layer has it: codes are of any float."""
+        own = self.kernel[...].dtype
+        found = self.dtype or (own if isinstance(x, QTensor) else jnp.result_type(x.dtype, own))
+        return found if jnp.dtype(found).name in FLOAT_DTYPES else jnp.float32
 
     # Calibration.
 
@@ -402,148 +367,10 @@ class QConv(nnx.Conv):
         return layer
 
 
-class Int8Conv(nnx.Module):
-    """A frozen :class:`QConv`: int8 kernel packed, multiplier and bias computed once.
-
-    Made by :func:`freeze`. It has no gradient.
-    """
-
-    def __init__(
-        self,
-        kernel: jax.Array,
-        multiplier: jax.Array,
-        bias: jax.Array | None,
-        *,
-        x_scale: jax.Array,
-        residual_scale: jax.Array | None,
-        out_multiplier: jax.Array | None,
-        out_scale: jax.Array | None,
-        takes_codes: bool,
-        takes_residual: Literal["none", "codes", "floats"],
-        options: Mapping[str, Any],
-        out_dtype: DTypeLike,
-        algorithm: AlgorithmLike,
-    ) -> None:
-        self.kernel = Quant(kernel)
-        self.multiplier = Quant(multiplier)
-        self.bias = _variable(bias)
-        self.x_scale = Quant(x_scale)
-        self.residual_scale = _variable(residual_scale)
-        self.out_multiplier = _variable(out_multiplier)
-        self.out_scale = _variable(out_scale)
-        self.takes_codes = takes_codes
-        self.takes_residual = takes_residual
-        self.options = dict(options)
-        self.out_dtype = jnp.dtype(out_dtype)
-        self.algorithm = algorithm
-
-    @classmethod
-    def _from(cls, layer: QConv, x: Any, residual: Any) -> Int8Conv:
-        """Freeze `layer` for operands with these scales, folding the output's where it can be."""
-        if layer.norm is not None:
-            raise ValueError("a QConv with a norm cannot be frozen: call fold_batch_norm first")
-        is_int8 = layer.output == "int8"
-        activation = layer.activation
-        folds = is_int8 and (activation is None or activation.homogeneous)
-        inverse = 1 / scale_of(layer.out_scale)
-        x_scale = x.scale if isinstance(x, QTensor) else scale_of(layer.x_scale)
-        w_scale = scale_of(layer.kernel_scale)
-        bias = None if layer.bias is None else layer.bias[...].astype(jnp.float32)
-        residual_scale = residual.scale if isinstance(residual, QTensor) else None
-        if folds and residual is not None:
-            residual_scale = inverse if residual_scale is None else residual_scale * inverse
-        kernel = quantize(layer.kernel[...].astype(jnp.float32), w_scale).values
-        return cls(
-            to_ohwi(kernel),
-            x_scale * w_scale * (inverse if folds else 1.0),
-            bias * inverse if folds and bias is not None else bias,
-            x_scale=x_scale,
-            residual_scale=residual_scale,
-            out_multiplier=inverse if is_int8 and not folds else None,
-            out_scale=scale_of(layer.out_scale) if is_int8 else None,
-            takes_codes=isinstance(x, QTensor),
-            takes_residual=_kind(residual),
-            options=layer._geometry | layer._epilogue,
-            out_dtype=jnp.int8 if is_int8 else layer._float_dtype(x),
-            algorithm=layer.algorithm,
-        )
-
-    def __call__(self, inputs: Any, *, residual: Any = None) -> Any:
-        """Convolve as the layer did that this was made from: with the same kinds of operands.
-
-        Parameters
-        ----------
-        inputs : QTensor or Array
-            Of shape ``(..., H, W, C)``: a QTensor where the layer before returns one, of the scale
-            that it had when the model was frozen.
-        residual : QTensor or Array, optional
-            Likewise.
-
-        Returns
-        -------
-        QTensor or Array
-            As the layer's `output` says.
-        """
-        if isinstance(inputs, QTensor) != self.takes_codes:
-            expected = "a QTensor" if self.takes_codes else "a float array"
-            raise TypeError(f"the layer was frozen for {expected}, got {type(inputs).__name__}")
-        if _kind(residual) != self.takes_residual:
-            raise TypeError(
-                f"the layer was frozen for a residual of {self.takes_residual}, got one of "
-                f"{_kind(residual)}"
-            )
-        x = _flat(_not_integers(inputs))
-        codes = x.values if isinstance(x, QTensor) else self._codes(x)
-        r = None if residual is None else _flat(residual)
-        y = qconv2d(
-            codes,
-            PackedKernel(self.kernel[...]),
-            self.multiplier[...],
-            _value(self.bias),
-            residual=r.values if isinstance(r, QTensor) else r,
-            residual_scale=_value(self.residual_scale),
-            out_multiplier=_value(self.out_multiplier),
-            out_dtype=self.out_dtype,
-            algorithm=self.algorithm,
-            **self.options,
-        )
-        scale = _value(self.out_scale)
-        return _unflat(y if scale is None else QTensor(y, scale), inputs.shape[:-3])
-
-    def _blank(self, x: Any, residual: Any) -> Any:
-        """Return zeros in the place of the output: what freezing is after are scales."""
-        y = jax.eval_shape(lambda: self(x, residual=residual))
-        zeros = jnp.zeros(y.shape, y.dtype)
-        return QTensor(zeros, self.out_scale[...]) if isinstance(y, QTensor) else zeros
-
-    def _codes(self, x: jax.Array) -> jax.Array:
-        return quantize(_without_gradient(jnp.asarray(x)), self.x_scale[...]).values
-
-
-@dataclasses.dataclass
-class Freezing:
-    """The frozen layers of a model that is being frozen, by the id of the layer."""
-
-    layers: dict[int, Int8Conv] = dataclasses.field(default_factory=dict)
-
-    def add(self, layer: QConv, frozen: Int8Conv) -> None:
-        """Keep a frozen layer; one that is called twice must come to the same."""
-        before = self.layers.setdefault(id(layer), frozen)
-        if before is frozen:
-            return
-        same = jax.tree.map(
-            lambda a, b: bool(jnp.array_equal(a, b)), nnx.state(before), nnx.state(frozen)
-        )
-        if before.takes_codes != frozen.takes_codes or not all(jax.tree.leaves(same)):
-            raise ValueError(
-                "a QConv is called twice with operands of different kinds or scales, and cannot "
-                "be frozen into one int8 layer: give each call a layer of its own"
-            )
-
-
-_freezing: contextvars.ContextVar[Freezing | None] = contextvars.ContextVar(
-    "jqconv_freezing", default=None
-)
+def check_mode(mode: str) -> None:
+    """Refuse what is no mode of a QConv."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(get_args(Mode))}")
 
 
 def _check_supported(kernel_size: Any, padding: Any, **given: tuple[Any, tuple[Any, ...]]) -> None:
@@ -562,55 +389,32 @@ def _check_supported(kernel_size: Any, padding: Any, **given: tuple[Any, tuple[A
             raise ValueError(f"{name} is not supported by QConv; keep flax.nnx.Conv for it")
 
 
-def _pair(value: int | Sequence[int] | None) -> Any:
-    return 1 if value is None else value if isinstance(value, int) else tuple(value)
+def _check_groups(in_features: int, out_features: int, groups: int) -> None:
+    if groups < 1 or in_features % groups or out_features % groups:
+        raise ValueError(
+            f"feature_group_count={groups} must divide in_features={in_features} and "
+            f"out_features={out_features}"
+        )
+
+
+def _check_geometry(kernel_size: Any, strides: Any, padding: Any, dilation: Any) -> None:
+    pairs = as_pair(pair(strides), "strides", 1), as_pair(pair(dilation), "kernel_dilation", 1)
+    as_padding(padding, (1, 1), as_pair(kernel_size, "kernel_size", 1), *pairs)
+
+
+def _check_residual(residual: Any, inputs: Any) -> None:
+    kind = getattr(residual, "dtype", None)
+    if kind is None or not (isinstance(residual, QTensor) or jnp.issubdtype(kind, jnp.floating)):
+        raise TypeError(
+            "residual must be a float array or a QTensor, got "
+            + (type(residual).__name__ if kind is None else f"an array of {kind}")
+        )
+    if len(residual.shape) != len(inputs.shape):
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)} and inputs {tuple(inputs.shape)}: it "
+            "must have the output's shape; broadcast it"
+        )
 
 
 def _as_float(x: QTensor | jax.Array) -> jax.Array:
     return x.dequantize() if isinstance(x, QTensor) else jnp.asarray(x)
-
-
-def _not_integers(x: QTensor | jax.Array) -> QTensor | jax.Array:
-    """Return images as floats, as `flax.nnx.Conv` takes them."""
-    if isinstance(x, QTensor) or jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return jnp.asarray(x, jnp.float32)
-
-
-def _kind(residual: QTensor | jax.Array | None) -> Literal["none", "codes", "floats"]:
-    if residual is None:
-        return "none"
-    return "codes" if isinstance(residual, QTensor) else "floats"
-
-
-@jax.custom_jvp
-def _without_gradient(x: jax.Array) -> jax.Array:
-    """Return `x`; differentiating it is an error, where codes would send back a silent zero."""
-    return x
-
-
-@_without_gradient.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise TypeError(
-        "a frozen QConv has no gradient: differentiate the model before freeze, or keep gradients "
-        "from its input with jax.lax.stop_gradient"
-    )
-
-
-def _flat(x: Any) -> Any:
-    """Return `x` with its leading axes as one."""
-    if len(x.shape) == 4:
-        return x
-    return reshape(x, (-1, *x.shape[-3:]))
-
-
-def _unflat(y: Any, batch: tuple[int, ...]) -> Any:
-    return y if len(batch) == 1 else reshape(y, (*batch, *y.shape[1:]))
-
-
-def _variable(value: jax.Array | None) -> Any:
-    return nnx.data(None) if value is None else Quant(value)
-
-
-def _value(variable: Any) -> Any:
-    return None if variable is None else variable[...]
