@@ -548,7 +548,9 @@ def test_layers_in_plain_containers_are_layers():
     assert isinstance(model.paired, tuple)
 
 
-@pytest.mark.parametrize("layer", [conv(), jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))], ids=["nnx.Conv", "QConv"])
+@pytest.mark.parametrize(
+    "layer", [conv(), jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))], ids=["nnx.Conv", "QConv"]
+)
 @pytest.mark.parametrize("step", [jf.quantize, lambda layer: jf.freeze(layer, images())])
 def test_a_layer_itself_is_no_model(layer, step):
     with pytest.raises(ValueError, match=r"itself a Q?Conv.*nnx\.Sequential"):
