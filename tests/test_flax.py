@@ -867,6 +867,15 @@ def is_key(leaf):
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_lists_in_its_options_do_not_keep_it_from_being_hashed(frozen):
+    options = {"strides": [1, 2], "padding": [1, (0, 2)], "kernel_dilation": [1, 1]}
+    model = calibrated(jf.QConv(8, 8, [3, 3], **options, rngs=nnx.Rngs(0)))
+    if frozen:
+        jf.freeze(model, images())
+    hash(nnx.graphdef(model))
+
+
 def test_a_frozen_layer_tells_its_shape_as_the_float_one_did():
     layer = jf.QConv(8, 12, (3, 2), strides=2, padding=1, rngs=nnx.Rngs(0))
     model = calibrated(layer)

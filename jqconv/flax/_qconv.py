@@ -148,10 +148,10 @@ class QConv(nnx.Conv):
         super().__init__(
             in_features,
             out_features,
-            tuple(kernel_size),  # type: ignore[arg-type]  # checked above
-            strides,
-            padding=padding,
-            kernel_dilation=kernel_dilation,
+            _as_tuples(kernel_size),
+            _as_tuples(strides),
+            padding=_as_tuples(padding),
+            kernel_dilation=_as_tuples(kernel_dilation),
             feature_group_count=feature_group_count,
             use_bias=use_bias,
             dtype=dtype,
@@ -365,6 +365,11 @@ class QConv(nnx.Conv):
         )
         layer.kernel, layer.bias = conv.kernel, conv.bias
         return layer
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return lists as tuples: what describes a model is hashed."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def check_mode(mode: str) -> None:
