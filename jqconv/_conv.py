@@ -17,6 +17,7 @@ from jqconv._qtensor import (
     PackedKernel,
     QTensor,
     as_array,
+    as_dtype,
     as_factor,
     as_scale,
     check_holds_arrays,
@@ -131,7 +132,7 @@ def qconv2d(
         padding,
         dilation,
         groups,
-        y_dtype=np.dtype(out_dtype).name,
+        y_dtype=as_dtype(out_dtype, "out_dtype"),
         multiplier=_kind(multiplier),
         bias=bias is not None,
         residual=None if residual is None else residual.dtype.name,
@@ -433,14 +434,14 @@ def _kind(multiplier: Any) -> Any:
 def _output(out_scale: Any, out_dtype: Any) -> tuple[str, Any]:
     """Return the dtype of the output and its scale, if it has one."""
     if out_scale is None:
-        name = np.dtype(out_dtype or jnp.float32).name
+        name = as_dtype(out_dtype or jnp.float32, "out_dtype")
         if name not in FLOAT_DTYPES:
             raise ValueError(
                 f"out_dtype={name} without out_scale: expected one of {', '.join(FLOAT_DTYPES)}; "
                 "int8 and uint8 take out_scale, and int32 is qconv2d's"
             )
         return name, None
-    name = np.dtype(out_dtype or jnp.int8).name
+    name = as_dtype(out_dtype or jnp.int8, "out_dtype")
     if name not in CODE_RANGE:
         raise ValueError(f"out_dtype={name} with out_scale: expected int8 or uint8")
     return name, as_scale(out_scale, "out_scale", channels=None)
@@ -448,7 +449,7 @@ def _output(out_scale: Any, out_dtype: Any) -> tuple[str, Any]:
 
 def as_grad_dtype(dtype: Any) -> str:
     """Return the name of a dtype that gradients may be carried in."""
-    name = np.dtype(dtype).name
+    name = as_dtype(dtype, "grad_dtype")
     if name not in FLOAT_DTYPES:
         raise ValueError(f"grad_dtype={name} must be one of {', '.join(FLOAT_DTYPES)}")
     return name

@@ -303,7 +303,7 @@ def quantize(
     array = as_array(x, "x")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"quantize takes a float array, got {_brief_type(array)}")
-    name = np.dtype(dtype).name
+    name = as_dtype(dtype, "dtype")
     if name not in CODE_RANGE:
         raise TypeError(f"quantize makes int8 or uint8, got dtype={name}")
     scale = as_scale(scale, "scale", channels=(array.shape or (None,))[-1])
@@ -411,6 +411,14 @@ def as_scale(scale: ArrayLike, name: str, channels: int | None) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         return array
     return jnp.asarray(array, jnp.float32)
+
+
+def as_dtype(dtype: Any, name: str) -> str:
+    """Return the name of a dtype."""
+    try:
+        return np.dtype("none" if dtype is None else dtype).name  # None is float64 to NumPy
+    except TypeError:
+        raise TypeError(f"{name} must be a dtype, got {dtype!r}") from None
 
 
 def as_index(value: Any, name: str) -> int:

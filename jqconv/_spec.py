@@ -362,11 +362,11 @@ def as_int(value: Any, name: str) -> int:
     return operator.index(value)
 
 
-def as_pair(value: Any, name: str, minimum: int) -> Pair:
+def as_pair(value: Any, name: str, minimum: int, axes: str = "height, width") -> Pair:
     """Return `value`, an int or two of them, as a pair of ints of at least `minimum`."""
     given = (value, value) if _is_int(value) else value
     if not (isinstance(given, tuple | list) and len(given) == 2 and all(map(_is_int, given))):
-        raise ValueError(f"{name}={value!r} must be an int or a pair of ints (height, width)")
+        raise ValueError(f"{name}={value!r} must be an int or a pair of ints ({axes})")
     first, second = (operator.index(v) for v in given)
     if min(first, second) < minimum:
         raise ValueError(f"{name}={value!r} must be at least {minimum}")
@@ -382,10 +382,10 @@ def as_padding(
     if isinstance(padding, tuple | list) and not all(map(_is_int, padding)):
         if len(padding) != 2:
             raise ValueError(f"padding={padding!r} must hold two pairs (height, width)")
-        top_bottom, left_right = (as_pair(p, "padding", 0) for p in padding)
-        return top_bottom, left_right
-    height, width = as_pair(padding, "padding", 0)
-    return (height, height), (width, width)
+        height, width = (as_pair(p, "padding", 0, "before and after") for p in padding)
+        return height, width
+    rows, columns = as_pair(padding, "padding", 0)
+    return (rows, rows), (columns, columns)
 
 
 def _named_padding(

@@ -32,6 +32,7 @@ def qconv2d(x=X, w=W, multiplier=1.0, *args, **kwargs):
         ({"padding": ((0, 0), (0, -2))}, ValueError, ["padding", "-2"]),
         ({"padding": "REFLECT"}, ValueError, ["padding", "REFLECT", "SAME"]),
         ({"padding": (1, 2, 3)}, ValueError, ["padding", "(1, 2, 3)"]),
+        ({"padding": ((1, 2, 3), 0)}, ValueError, ["padding", "(1, 2, 3)", "before and after"]),
         ({"strides": 0}, ValueError, ["strides", "0"]),
         ({"strides": (1, 1, 1)}, ValueError, ["strides", "(1, 1, 1)"]),
         ({"dilation": (0, 1)}, ValueError, ["dilation", "(0, 1)"]),
@@ -265,6 +266,16 @@ def test_factors_are_finite_real_numbers_in_float32(name):
 def test_padding_with_a_zero_point_is_checked_before_it_is_made():
     with refused(ValueError, "elements"):
         conv2d(QTensor(X, 0.5, zero_point=3), padding=60_000, strides=60_000)
+
+
+@pytest.mark.parametrize("dtype", [None, "int9"])
+def test_what_is_no_dtype_is_named(dtype):
+    with refused(TypeError, "out_dtype must be a dtype", repr(dtype)):
+        qconv2d(out_dtype=dtype)
+    with refused(TypeError, "grad_dtype must be a dtype", repr(dtype)):
+        conv2d(grad_dtype=dtype)
+    with refused(TypeError, "dtype must be a dtype", repr(dtype)):
+        jqconv.quantize(FLOAT_X, 0.5, dtype=dtype)
 
 
 def test_a_slope_may_be_any_real_number():
