@@ -249,7 +249,7 @@ def conv2d(
     x_view = _as_view(xq.fq)
     w_codes, w_view = _as_kernel(wq)
     bias = _as_bias(bias, w_codes.shape[0])
-    side, side_scale, side_view = _as_residual(residual, residual_scale)
+    side, side_scale, side_view = as_residual(residual, residual_scale)
     act = Activation.parse(activation)
     y_dtype, out_scale = _output(out_scale, out_dtype)
     folds = out_scale is not None and (act is None or act.homogeneous)
@@ -370,7 +370,7 @@ def _as_kernel(w: QTensor | PackedKernel) -> tuple[Any, Any]:
     return to_ohwi(codes), view
 
 
-def _as_residual(residual: Any, scale: Any) -> tuple[Any, Any, Any]:
+def as_residual(residual: Any, scale: Any) -> tuple[Any, Any, Any]:
     """Return what is added, the scalar that it is multiplied by, and its float view."""
     if residual is None:
         if scale is not None:
@@ -419,12 +419,9 @@ def _as_float(value: Any, name: str, channels: int | None) -> Any:
     if value is None:
         return None
     array = as_factor(value, name, channels)
-    if isinstance(array, np.ndarray | np.generic):
-        with np.errstate(over="ignore"):
-            array = np.asarray(array, np.float32)
-        if not np.all(np.isfinite(array)):
-            raise ValueError(f"{name} must be finite in float32, got {value!r}")
-    return jnp.asarray(array, jnp.float32)
+    if isinstance(array, np.ndarray) and not np.all(np.isfinite(array)):
+        raise ValueError(f"{name} must be finite in float32, got {value!r}")
+    return jnp.asarray(array)
 
 
 def _kind(multiplier: Any) -> Any:

@@ -237,7 +237,9 @@ def prepack(w: QTensor | ArrayLike) -> PackedKernel:
     """
     if isinstance(w, QTensor):
         check_holds_arrays(w, "w")
-    values, scale = (w.values, w.scale) if isinstance(w, QTensor) else (as_array(w, "w"), None)
+        values, scale = w.values, w.scale
+    else:
+        values, scale = as_array(w, "w"), None
     if values.dtype != jnp.int8 or values.ndim != 4:
         raise TypeError(
             f"a kernel to pack must be int8 of shape (kh, kw, C / groups, K), got "
@@ -382,14 +384,20 @@ def as_array(value: ArrayLike, name: str) -> Any:
 
 
 def as_factor(value: ArrayLike, name: str, channels: int | None) -> Any:
-    """Return `value` as an array of real numbers, of shape ``()`` or ``(channels,)``."""
+    """Return a real `value` as a float32 array of shape ``()`` or ``(channels,)``.
+
+    It is a NumPy array where the numbers are at hand, to be checked.
+    """
     array = as_array(value, name)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"{name} must be a real number, got {array.dtype}")
     expected = "()" if channels is None else f"() or ({channels},)"
     if tuple(array.shape) not in ((), (channels,)):
         raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {expected}")
-    return array
+    if isinstance(array, np.ndarray | np.generic):
+        with np.errstate(over="ignore"):
+            return np.asarray(array, np.float32)
+    return array if isinstance(array, jax.ShapeDtypeStruct) else jnp.asarray(array, jnp.float32)
 
 
 def as_scale(scale: ArrayLike, name: str, channels: int | None) -> Any:
@@ -399,18 +407,12 @@ def as_scale(scale: ArrayLike, name: str, channels: int | None) -> Any:
     array are not, since reading them would wait for the device.
     """
     array = as_factor(scale, name, channels)
-    if isinstance(array, np.ndarray | np.generic):
-        with np.errstate(over="ignore"):
-            single = np.asarray(array, np.float32)
-        if not np.all(np.isfinite(single) & (single >= _TINY)):
-            raise ValueError(
-                f"{name} must be positive and finite in float32, and no less than its smallest "
-                f"normal number, {_TINY:.3g}; got {scale!r}"
-            )
-        return single
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return array
-    return jnp.asarray(array, jnp.float32)
+    if isinstance(array, np.ndarray) and not np.all(np.isfinite(array) & (array >= _TINY)):
+        raise ValueError(
+            f"{name} must be positive and finite in float32, and no less than its smallest normal "
+            f"number, {_TINY:.3g}; got {scale!r}"
+        )
+    return array
 
 
 def as_dtype(dtype: Any, name: str) -> str:

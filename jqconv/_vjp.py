@@ -91,23 +91,29 @@ def _fold_scales(call: Call, ops: Operands) -> dict[str, Any]:
 def _value_operands(call: Call, ops: Operands) -> dict[str, Any]:
     """Return the operands of v, in real units: ``v = acc * multiplier + bias + residual * scale``.
 
-    The zero point of x enters through the bias: ``-x_zero * sum(w)`` is the same for every
-    output of a channel.
+    The zero point of x enters through the bias.
     """
     multiplier = ops.x_scale * ops.w_scale
-    bias = ops.bias
-    if call.x_zero:
-        sums = jnp.sum(ops.w, axis=(1, 2, 3), dtype=jnp.int32)
-        correction = -multiplier * (call.x_zero * sums).astype(jnp.float32)
-        bias = correction if bias is None else bias + correction
     return {
         "x": ops.x,
         "w": ops.w,
         "multiplier": multiplier,
-        "bias": bias,
+        "bias": with_zero_point(ops.bias, call.x_zero, ops.w, multiplier),
         "residual": ops.residual,
         "residual_scale": ops.residual_scale,
     }
+
+
+def with_zero_point(bias: Any, x_zero: int, w: jax.Array, multiplier: jax.Array) -> Any:
+    """Return `bias` with what the zero point of x adds, for a kernel in OHWI.
+
+    ``-x_zero * sum(w)`` is the same for every output of a channel.
+    """
+    if not x_zero:
+        return bias
+    sums = jnp.sum(w, axis=(1, 2, 3), dtype=jnp.int32)
+    correction = -multiplier * (x_zero * sums).astype(jnp.float32)
+    return correction if bias is None else bias + correction
 
 
 class _Saved(NamedTuple):

@@ -282,7 +282,7 @@ def test_it_holds_axes_and_shapes_in_the_places_of_arrays():
     q = QTensor(np.stack([CODES, CODES]), 0.5)
     scales = jnp.asarray([0.5, 0.25, 1.0])
     mapped = jax.vmap(lambda q: q.dequantize(), in_axes=(QTensor(None, 0),))
-    got = mapped(QTensor(q.values, 1.0).__class__.tree_unflatten(None, (q.values, scales, None)))
+    got = mapped(QTensor.tree_unflatten(None, (q.values, scales, None)))
     assert got.shape == (3, *q.shape)
     packed = jqconv.PackedKernel(np.zeros((2, 1, 1, 3), np.int8), 0.5)
     both = jax.vmap(lambda p: p.values * 1, in_axes=(jqconv.PackedKernel(None, None),), axis_size=2)

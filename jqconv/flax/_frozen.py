@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jqconv._conv import as_int8, qconv2d
+from jqconv._conv import as_int8, as_residual, qconv2d
 from jqconv._qtensor import PackedKernel, QTensor, quantize, to_ohwi
 from jqconv._spec import as_padding, as_pair
+from jqconv._vjp import with_zero_point
 from jqconv.flax._state import Quant, scale_of
 from jqconv.nn import reshape
 
@@ -65,22 +66,20 @@ class Int8Conv(nnx.Module):
         factor = inverse if folds else 1.0
         x_scale = x.scale if isinstance(x, QTensor) else scale_of(layer.x_scale)
         w_scale = scale_of(layer.kernel_scale)
-        kernel = quantize(layer.kernel[...].astype(jnp.float32), w_scale).values
+        kernel = to_ohwi(quantize(layer.kernel[...].astype(jnp.float32), w_scale).values)
+        multiplier = x_scale * w_scale
+        _, residual_scale = _as_added(residual)
 
         self.takes_codes = isinstance(x, QTensor)
         self.x_zero = as_int8(x)[1] if isinstance(x, QTensor) else 0
-        self.takes_residual: Kind = _kind(residual)
+        self.takes_residual = _kind(residual, residual_scale)
         self.out_dtype = jnp.dtype(jnp.int8 if is_int8 else layer.float_dtype(x))
-        self.kernel = Quant(to_ohwi(kernel))
-        self.multiplier = Quant(x_scale * w_scale * factor)
+        self.kernel = Quant(kernel)
+        self.multiplier = Quant(multiplier * factor)
         bias = None if layer.bias is None else layer.bias[...].astype(jnp.float32)
-        if self.x_zero:  # the same for every output of a channel
-            sums = jnp.sum(kernel, (0, 1, 2), jnp.int32)
-            correction = -x_scale * w_scale * (self.x_zero * sums).astype(jnp.float32)
-            bias = correction if bias is None else bias + correction
+        bias = with_zero_point(bias, self.x_zero, kernel, multiplier)
         self.bias = _variable(None if bias is None else bias * factor)
         self.x_scale = Quant(x_scale)
-        residual_scale = residual.scale if self.takes_residual == "codes" else None
         if folds and residual is not None:
             residual_scale = inverse if residual_scale is None else residual_scale * inverse
         self.residual_scale = _variable(residual_scale)
@@ -108,13 +107,17 @@ class Int8Conv(nnx.Module):
         TypeError
             If an operand is of another kind than the layer was frozen for, or differentiated.
         """
-        self._check_kinds(inputs, residual)
+        if isinstance(inputs, QTensor) != self.takes_codes:
+            expected = "a QTensor" if self.takes_codes else "a float array"
+            raise TypeError(f"the layer was frozen for {expected}, got {type(inputs).__name__}")
         x = flat(constant(as_floats_or_codes(inputs)))
         codes, zero = as_int8(x if isinstance(x, QTensor) else quantize(x, self.x_scale[...]))
+        added, scale = _as_added(None if residual is None else flat(constant(residual)))
+        self._check_kinds(zero, _kind(residual, scale))
         padding = self.padding
         if zero:  # a convolution's own padding would be the code 0, not the number
-            strides = as_pair(pair(self.strides), "strides", 1)
-            dilation = as_pair(pair(self.kernel_dilation), "dilation", 1)
+            strides = as_pair(steps(self.strides), "strides", 1)
+            dilation = as_pair(steps(self.kernel_dilation), "dilation", 1)
             widths = as_padding(padding, codes.shape[1:3], self.kernel_size, strides, dilation)
             codes = jnp.pad(codes, ((0, 0), *widths, (0, 0)), constant_values=zero)
             padding = "VALID"
@@ -123,33 +126,30 @@ class Int8Conv(nnx.Module):
             PackedKernel(self.kernel[...]),
             self.multiplier[...],
             _value(self.bias),
-            strides=pair(self.strides),
+            strides=steps(self.strides),
             padding=padding,
-            dilation=pair(self.kernel_dilation),
+            dilation=steps(self.kernel_dilation),
             groups=self.feature_group_count,
-            residual=None if residual is None else _added(flat(constant(residual))),
+            residual=added,
             residual_scale=_value(self.residual_scale),
             activation=self.activation,
             out_multiplier=_value(self.out_multiplier),
             out_dtype=self.out_dtype,
             algorithm=self.algorithm,
         )
-        scale = _value(self.out_scale)
-        return unflat(y if scale is None else QTensor(y, scale), inputs.shape[:-3])
+        out_scale = _value(self.out_scale)
+        return unflat(y if out_scale is None else QTensor(y, out_scale), inputs.shape[:-3])
 
-    def _check_kinds(self, inputs: Any, residual: Any) -> None:
-        if isinstance(inputs, QTensor) != self.takes_codes:
-            expected = "a QTensor" if self.takes_codes else "a float array"
-            raise TypeError(f"the layer was frozen for {expected}, got {type(inputs).__name__}")
-        if isinstance(inputs, QTensor) and (zero := as_int8(inputs)[1]) != self.x_zero:
+    def _check_kinds(self, x_zero: int, residual: Kind) -> None:
+        if x_zero != self.x_zero:
             raise TypeError(
                 f"the layer was frozen for a QTensor whose zero point, as int8, is {self.x_zero}; "
-                f"got one of {zero}"
+                f"got one of {x_zero}"
             )
-        if _kind(residual) != self.takes_residual:
+        if residual != self.takes_residual:
             raise TypeError(
                 f"the layer was frozen for a residual of {self.takes_residual}, got one of "
-                f"{_kind(residual)}"
+                f"{residual}"
             )
 
     def blank(self, x: Any, residual: Any) -> Any:
@@ -241,22 +241,16 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-def _kind(residual: Any) -> Kind:
-    """Return how a residual is added: codes with a zero point and of uint8 as floats."""
+def _as_added(residual: QTensor | jax.Array | None) -> tuple[Any, Any]:
+    """Return the array that is added, and its scale where it is codes."""
+    array, scale, _ = as_residual(residual, None)
+    return array, scale
+
+
+def _kind(residual: QTensor | jax.Array | None, scale: Any) -> Kind:
     if residual is None:
         return "none"
-    if not isinstance(residual, QTensor) or residual.dtype != jnp.int8 or residual.zero_point:
-        return "floats"
-    return "codes"
-
-
-def _added(residual: QTensor | jax.Array) -> jax.Array:
-    """Return the array that qconv2d adds."""
-    if not isinstance(residual, QTensor):
-        return residual
-    if _kind(residual) == "codes":
-        return residual.values
-    return QTensor(residual.values, residual.scale, residual.zero_point).dequantize()
+    return "floats" if scale is None else "codes"
 
 
 def flat(x: Any) -> Any:
@@ -269,9 +263,9 @@ def unflat(y: Any, batch: tuple[int, ...]) -> Any:
     return y if len(batch) == 1 else reshape(y, (*batch, *y.shape[1:]))
 
 
-def pair(value: int | Sequence[int] | None) -> Any:
-    """Return strides or dilation as nnx.Conv has them as conv2d takes them."""
-    return 1 if value is None else value if isinstance(value, int) else tuple(value)
+def steps(value: Any) -> Any:
+    """Return strides or a dilation of nnx.Conv, where None is 1, as conv2d takes them."""
+    return 1 if value is None else value
 
 
 def _variable(value: jax.Array | None) -> Any:

@@ -18,7 +18,7 @@ from jqconv._algorithm import AlgorithmLike, ConvAlgorithms
 from jqconv._conv import as_grad_dtype, conv2d
 from jqconv._qtensor import QTensor, quantize
 from jqconv._spec import FLOAT_DTYPES, Activation, as_padding, as_pair
-from jqconv.flax._frozen import as_floats_or_codes, flat, freezing, pair, unflat
+from jqconv.flax._frozen import as_floats_or_codes, flat, freezing, steps, unflat
 from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale, magnitude
 from jqconv.flax._state import Quant, StepSize, scale_of, set_scale
 
@@ -259,8 +259,9 @@ class QConv(nnx.Conv):
     def _quantized(self, x: QTensor | jax.Array, residual: Any) -> QTensor | jax.Array:
         out_scale = scale_of(self.out_scale) if self.output == "int8" else None
         if self.norm is None:
-            epilogue: dict[str, Any] = {"activation": self.activation}
-            return self._conv2d(x, residual=residual, out_scale=out_scale, **epilogue)
+            return self._conv2d(
+                x, residual=residual, out_scale=out_scale, activation=self.activation
+            )
         y = self._after(jnp.asarray(self._conv2d(x)), residual)
         return y if out_scale is None else quantize(y, out_scale)
 
@@ -272,9 +273,9 @@ class QConv(nnx.Conv):
             None if self.bias is None else self.bias[...],
             x_scale=None if isinstance(x, QTensor) else scale_of(self.x_scale),
             w_scale=scale_of(self.kernel_scale),
-            strides=pair(self.strides),
+            strides=steps(self.strides),
             padding=self.padding,  # type: ignore[arg-type]  # checked when the layer was made
-            dilation=pair(self.kernel_dilation),
+            dilation=steps(self.kernel_dilation),
             groups=self.feature_group_count,
             out_dtype=self.float_dtype(x) if is_float else None,
             grad_dtype=self.grad_dtype,
@@ -403,7 +404,7 @@ def _check_groups(in_features: int, out_features: int, groups: int) -> None:
 
 
 def _check_geometry(kernel_size: Any, strides: Any, padding: Any, dilation: Any) -> None:
-    pairs = as_pair(pair(strides), "strides", 1), as_pair(pair(dilation), "kernel_dilation", 1)
+    pairs = as_pair(steps(strides), "strides", 1), as_pair(steps(dilation), "kernel_dilation", 1)
     as_padding(padding, (1, 1), as_pair(kernel_size, "kernel_size", 1), *pairs)
 
 
