@@ -30,7 +30,7 @@ from measuring import (
 )
 
 import jqconv
-from jqconv import _choice, _search
+from jqconv import _choice, _search, _tune
 from jqconv._spec import ConvSpec
 
 
@@ -71,7 +71,7 @@ def search_all(specs: list[ConvSpec], exhaustive: bool) -> None:
     with ThreadPoolExecutor(len(specs)) as pool:
         list(pool.map(_choice.settle, specs))
     if exhaustive:
-        with ThreadPoolExecutor(4) as pool:  # each builds enough for all cores, and holds it
+        with ThreadPoolExecutor(_tune._EXHAUSTIVE_AT_A_TIME) as pool:
             found = pool.map(lambda s: _search.search(s, device, exhaustive=True), specs)
             EXHAUSTIVE.update(zip(specs, found, strict=True))
 

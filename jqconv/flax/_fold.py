@@ -14,7 +14,7 @@ from jqconv._table import Table
 from jqconv.flax._model import qconvs
 from jqconv.flax._qconv import QConv
 from jqconv.flax._state import scale_of, set_scale
-from jqconv.flax._walk import Watched, modules, replace, watching
+from jqconv.flax._walk import Watched, modules, name_of, replace, watching
 
 #: How far the folded model may be from the model, against the largest magnitude of its output, by
 #: what it computes in. (Folding itself is done in float32.)
@@ -71,7 +71,7 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     ----------  -----------  ---
     layers.1    layers.0
     """
-    named = {".".join(path): module for path, module in modules(model)}
+    named = {name_of(path): module for path, module in modules(model)}
     norms = {name: m for name, m in named.items() if isinstance(m, nnx.BatchNorm)}
     convs = {id(m): name for name, m in named.items() if isinstance(m, nnx.Conv)}
     for name, norm in norms.items():
@@ -82,8 +82,8 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
             )
     _check_scales(named)
     owners = {id(m.norm): m for m in named.values() if isinstance(m, QConv) and m.norm is not None}
-    seen = [*norms.values(), *(named[name] for name in convs.values())]
-    with watching(module for module in seen if id(module) not in owners) as calls:
+    watched = [m for m in named.values() if isinstance(m, nnx.Conv | nnx.BatchNorm)]
+    with watching(module for module in watched if id(module) not in owners) as calls:
         before = model(*example, **kwargs)
     if not any(leaf.size for leaf in _floats(before)):
         raise ValueError(
@@ -96,11 +96,6 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     }
     pairs = [(conv, norms[name]) for name, (conv, _) in found.items() if conv is not None]
     rounding = _rounding(model, before, calls)
-    if not _difference(before, model(*example, **kwargs)) <= rounding:
-        raise ValueError(
-            "the model returns something else each time, so that nothing shows whether folding "
-            "changes it: put it into evaluation, with model.eval(), to turn Dropout off"
-        )
     changes = _fold_all(
         model, pairs, lambda: _difference(before, model(*example, **kwargs)) / rounding
     )
@@ -180,6 +175,11 @@ def _fold_all(
     foldings = [_Folding(conv, norm) for conv, norm in pairs]
     if _attempt(model, foldings, off) <= 1:
         return {}
+    if not off() <= 1:
+        raise ValueError(
+            "the model returns something else each time, so that nothing shows whether folding "
+            "changes it: put it into evaluation, with model.eval(), to turn Dropout off"
+        )
     # Some convolution's output goes elsewhere too: find out whose.
     changes = {id(folding.norm): _attempt(model, [folding], off) for folding in foldings}
     return {norm: change for norm, change in changes.items() if not change <= 1}

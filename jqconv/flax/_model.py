@@ -141,9 +141,10 @@ def quantize(
     if "norm" in options:
         raise ValueError("norm belongs to one layer: write the model with QConv for it")
     QConv(1, 1, (1, 1), rngs=nnx.Rngs(0), **options)  # raises what is wrong with the options
+    found = modules(model)
     convs: dict[str, Any] = {
         name_of(path): conv
-        for path, conv in modules(model)
+        for path, conv in found
         if isinstance(conv, nnx.Conv | nnx.ConvTranspose) and not isinstance(conv, QConv)
     }
     if isinstance(skip, str):
@@ -157,8 +158,8 @@ def quantize(
         first, last = _first_and_last(model, convs.values(), example)
         ends |= {id(last): "the last convolution"} if last_in_float else {}
         ends |= {id(first): "the first convolution"} if first_in_float else {}
-    wrapped = [p for p, m in modules(model) if isinstance(m, nnx.WeightNorm | nnx.SpectralNorm)]
-    remade = {id(m) for path, m in modules(model) if any(path[: len(p)] == p for p in wrapped)}
+    wrapped = [p for p, m in found if isinstance(m, nnx.WeightNorm | nnx.SpectralNorm)]
+    remade = {id(m) for path, m in found if any(path[: len(p)] == p for p in wrapped)}
     replacements, rows = {}, []
     for name, conv in convs.items():
         skipped = skip(name, conv) if callable(skip) else name in skip
@@ -367,9 +368,9 @@ def _run_in(
 
 def _layers_of(model: nnx.Module) -> dict[str, QConv]:
     layers = qconvs(model)
-    if not layers and any(isinstance(module, Int8Conv) for _, module in modules(model)):
-        raise ValueError("the model is frozen already")
     if not layers:
+        if any(isinstance(module, Int8Conv) for _, module in modules(model)):
+            raise ValueError("the model is frozen already")
         raise ValueError("the model has no QConv: write it with them, or call quantize first")
     stacked = [name for name, layer in layers.items() if layer.kernel.ndim != 4]
     if stacked:
