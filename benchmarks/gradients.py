@@ -27,6 +27,7 @@ from measuring import (
 
 from jqconv import _choice, _primitive
 from jqconv._spec import ConvSpec
+from jqconv._timing import in_turn
 
 LAYERS = [
     Layer(28, 128, 128, 3, 1, False, True),
@@ -46,7 +47,7 @@ def measure_jqconv(spec: ConvSpec, count: int) -> float:
     results = [keys.array(*spec.result) for _ in range(count)]
 
     def gradients(_: Any, sets: Any) -> list[jax.Array]:
-        return [_primitive.conv(spec, algorithm, *operands) for operands in sets]
+        return in_turn(lambda *operands: _primitive.conv(spec, algorithm, *operands), sets)
 
     return pipelined(compile_in_place(gradients, results, sets), results, sets) / count * 1e6
 
@@ -73,7 +74,7 @@ def measure_xla(spec: ConvSpec, count: int) -> float:
         return found
 
     def gradients(_: Any, xs: Any, ws: Any, dys: Any) -> list[jax.Array]:
-        return [gradient(*given) for given in zip(xs, ws, dys, strict=True)]
+        return in_turn(gradient, zip(xs, ws, dys, strict=True))
 
     shape = spec.x_shape if spec.direction == "dgrad" else w_shape
     results = [keys.array(shape, dtype) for _ in range(count)]

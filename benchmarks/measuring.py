@@ -22,7 +22,7 @@ import jqconv
 from jqconv import _choice, _forms, _native, _primitive
 from jqconv._algorithm import Algorithm, core_of
 from jqconv._spec import ConvSpec
-from jqconv._timing import time_plans
+from jqconv._timing import in_turn, time_plans
 
 PEAK_INT8 = 1979e12  # operations per second, dense, by the H200's datasheet
 BATCH_SECONDS = 0.1
@@ -108,8 +108,11 @@ def measure_jqconv(
             for i in range(count)
         ]
 
+    def one(*given: jax.Array) -> jax.Array:
+        return _primitive.conv(spec, algorithm, *given, pinned=True)
+
     def convolutions(*args: Any) -> list[jax.Array]:
-        return [_primitive.conv(spec, algorithm, *given, pinned=True) for given in operands(*args)]
+        return in_turn(one, operands(*args))
 
     bare = bare_us(spec, algorithm, operands(y, x, w, rest))
     args = (y, x, w, rest)
@@ -180,18 +183,19 @@ def measure_xla(spec: ConvSpec, count: int, dtype: str) -> float:
             preferred_element_type=wide,
         )
 
+    def layer(x: jax.Array, w: jax.Array, bias: jax.Array, z: jax.Array | None) -> jax.Array:
+        y = conv(x, w)
+        y = y * 1e-4 if dtype == "int8" else y
+        if z is not None:
+            z = z.astype(wide)
+            y = y + (z * 0.5 if dtype == "int8" else z)
+        y = y + bias
+        y = jnp.maximum(y, 0) if spec.activation else y
+        return jnp.clip(y, -128, 127).astype(jnp.int8) if dtype == "int8" else y
+
     def layers(ys: Any, xs: Any, ws: Any, zs: Any, bias: jax.Array) -> list[jax.Array]:
-        out = []
-        for i, w in enumerate(ws):
-            y = conv(xs[i % SETS], w)
-            y = y * 1e-4 if dtype == "int8" else y
-            if zs:
-                z = zs[i % SETS].astype(wide)
-                y = y + (z * 0.5 if dtype == "int8" else z)
-            y = y + bias
-            y = jnp.maximum(y, 0) if spec.activation else y
-            out.append(jnp.clip(y, -128, 127).astype(jnp.int8) if dtype == "int8" else y)
-        return out
+        zs = zs or [None]
+        return in_turn(layer, [(xs[i % SETS], w, bias, zs[i % len(zs)]) for i, w in enumerate(ws)])
 
     ys = [jnp.zeros(spec.y_shape, dtype) for _ in range(count)]
     compiled = compile_in_place(layers, ys, xs, ws, zs, bias)

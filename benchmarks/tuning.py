@@ -2,9 +2,12 @@
 
 Starts with an empty store of its own. The second process resolves every plan from the store alone.
 With ``--mnist`` instead: 100 training steps of examples/mnist.py, twice, searching on first use.
+With ``--compare`` instead: what two earlier runs chose, side by side where they differ.
 
-    python benchmarks/tuning.py --json benchmarks/results/tuning_h200_n64.json
-    python benchmarks/tuning.py --mnist --json benchmarks/results/tuning_h200_mnist.json
+    python benchmarks/tuning.py --json tuned.json
+    python benchmarks/tuning.py --exhaustive --json exhaustive.json
+    python benchmarks/tuning.py --compare tuned.json exhaustive.json --json compared.json
+    python benchmarks/tuning.py --mnist --json mnist.json
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,10 +25,18 @@ from typing import Any
 
 import jax
 from layers import resnet50
-from measuring import need_gpu, write_json
+from measuring import (
+    convolutions_per_call,
+    copy_bandwidth,
+    floor_us,
+    measure_jqconv,
+    need_gpu,
+    write_json,
+)
 
 import jqconv
 from jqconv import _choice, _native, _primitive
+from jqconv._algorithm import Algorithm
 from jqconv._spec import ConvSpec
 
 
@@ -91,12 +103,34 @@ def measure_mnist(path: str | None) -> None:
     write_json(path, {"mnist": runs})
 
 
+def compare(paths: list[str], path: str | None) -> None:
+    """Time the choices of two runs under jit; print and write how the first's compare."""
+    first, second = (json.loads(pathlib.Path(p).read_text()) for p in paths)
+    bandwidth = copy_bandwidth()
+    rows = []
+    for layer, one, other in zip(resnet50(), first["layers"], second["layers"], strict=True):
+        spec, names = layer.spec(first["batch"]), [one["algorithm"], other["algorithm"]]
+        row = {"layer": str(layer), "algorithms": names, "ratio": 1.0}
+        if names[0] != names[1]:
+            count = convolutions_per_call(floor_us(spec, bandwidth))
+            row["us"] = us = [
+                measure_jqconv(spec, count, Algorithm.parse(name))["jit_us"] for name in names
+            ]
+            row["ratio"] = us[0] / us[1]
+        rows.append(row)
+        print(f"{row['layer']:26s} {row['ratio']:6.3f}  {'  '.join(names)}", flush=True)
+    mean = statistics.geometric_mean(row["ratio"] for row in rows)
+    print(f"geometric mean: {mean:.3f}")
+    write_json(path, {"compared": paths, "geomean_ratio": mean, "layers": rows})
+
+
 def main() -> None:
     """Tune, start the second process, print and write both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--exhaustive", action="store_true", help="search through everything")
     parser.add_argument("--mnist", action="store_true", help="examples/mnist.py instead")
+    parser.add_argument("--compare", nargs=2, metavar="JSON", help="two earlier runs instead")
     parser.add_argument("--load", action="store_true", help="only load: the second process")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
@@ -108,6 +142,9 @@ def main() -> None:
     need_gpu()
     if args.mnist:
         measure_mnist(args.json)
+        return
+    if args.compare:
+        compare(args.compare, args.json)
         return
     with tempfile.TemporaryDirectory() as store, jqconv.config.using(cache_dir=store):
         run, shapes = network(specs)

@@ -38,7 +38,11 @@ _REFERENCES: dict[str, Callable[..., jax.Array]] = {
 
 
 def conv(
-    spec: ConvSpec, algorithm: Algorithm | None, *operands: jax.Array, pinned: bool = False
+    spec: ConvSpec,
+    algorithm: Algorithm | None,
+    *operands: jax.Array,
+    pinned: bool = False,
+    in_place: bool = True,
 ) -> jax.Array:
     """Bind the primitive of ``spec.direction``.
 
@@ -52,11 +56,22 @@ def conv(
         Those of ``spec.operands``, in order.
     pinned : bool, default False
         Whether a device without `algorithm` is an error rather than a reason to choose again.
+    in_place : bool, default True
+        Whether the result may be written over a residual like it. XLA copies one that is needed
+        later, so that this is for one that is not.
     """
     result: jax.Array = PRIMITIVES[spec.direction].bind(
-        *equally_varying(operands), spec=spec, algorithm=algorithm, pinned=pinned
+        *equally_varying(operands),
+        spec=spec,
+        algorithm=algorithm,
+        pinned=pinned,
+        in_place=in_place and _is_like_the_result(spec, "residual"),
     )
     return result
+
+
+def _is_like_the_result(spec: ConvSpec, name: str) -> bool:
+    return spec.operands.get(name) == spec.result
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,7 +98,7 @@ def _runs_on_gpu(operands: Sequence[jax.Array]) -> bool:
 # --- abstract evaluation --------------------------------------------------------------------------
 
 
-def _abstract(*avals: Any, spec: ConvSpec, algorithm: Algorithm | None, pinned: bool) -> Any:
+def _abstract(*avals: Any, spec: ConvSpec, **how: Any) -> Any:
     expected = spec.operands
     given = [(aval.shape, aval.dtype.name) for aval in avals]
     if given != list(expected.values()):
@@ -97,16 +112,14 @@ def _abstract(*avals: Any, spec: ConvSpec, algorithm: Algorithm | None, pinned: 
 # --- lowerings ------------------------------------------------------------------------------------
 
 
-def _reference_lowering(
-    ctx: Any, *operands: Any, spec: ConvSpec, algorithm: Algorithm | None, pinned: bool
-) -> Any:
+def _reference_lowering(ctx: Any, *operands: Any, spec: ConvSpec, **how: Any) -> Any:
     """Lower to jax.lax: every backend but CUDA."""
     reference = functools.partial(_REFERENCES[spec.direction], spec)
     return mlir.lower_fun(reference, multiple_results=False)(ctx, *operands)
 
 
 def _cuda_lowering(
-    ctx: Any, *operands: Any, spec: ConvSpec, algorithm: Algorithm | None, pinned: bool
+    ctx: Any, *operands: Any, spec: ConvSpec, algorithm: Algorithm | None, **how: bool
 ) -> Any:
     """Lower to the native handler, or to jax.lax in floating point where cuDNN cannot run it."""
     if (
@@ -115,8 +128,10 @@ def _cuda_lowering(
         and not ctx.module_context.lowering_parameters.for_export
     ):
         algorithm = _choice.settle(spec)
-    form = _xla_form if _takes_xla_form(spec, algorithm) else _cudnn_form
-    function = functools.partial(form, spec, algorithm, pinned)
+    if _takes_xla_form(spec, algorithm):
+        function = functools.partial(_xla_form, spec)
+    else:
+        function = functools.partial(_cudnn_form, spec, algorithm, **how)
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
@@ -126,47 +141,42 @@ def _takes_xla_form(spec: ConvSpec, algorithm: Algorithm | None) -> bool:
     return not (_native.is_built() and _algorithm.runs_on_cudnn(spec))
 
 
-def _xla_form(
-    spec: ConvSpec, algorithm: Algorithm | None, pinned: bool, *operands: jax.Array
-) -> jax.Array:
-    reference = _REFERENCES[spec.direction]
-    options = {"carrier": "bfloat16"} if spec.direction == "fprop" else {}
-    return reference(spec, *operands, **options)
+def _xla_form(spec: ConvSpec, *operands: jax.Array) -> jax.Array:
+    return _REFERENCES[spec.direction](spec, *operands, carrier=_reference.gpu_carrier(spec))
 
 
 def _cudnn_form(
-    spec: ConvSpec, algorithm: Algorithm | None, pinned: bool, *operands: jax.Array
+    spec: ConvSpec, algorithm: Algorithm | None, *operands: jax.Array, **how: bool
 ) -> jax.Array:
     if algorithm is None:
-        return _handler(spec, "", _policy.settings().workspace_limit, pinned, *operands)
+        return _handler(spec, "", _policy.settings().workspace_limit, *operands, **how)
     shape = _forms.present(spec, algorithm.form)
     core, named = _algorithm.core_of(spec, algorithm)
     prepared = shape.prepare(_forms.named(spec, operands))
-    y = _handler(core, str(named), named.workspace, pinned, *_forms.in_order(core, prepared))
+    y = _handler(core, str(named), named.workspace, *_forms.in_order(core, prepared), **how)
     return shape.finish(y)
 
 
 def _handler(
-    spec: ConvSpec, algorithm: str, workspace: int, pinned: bool, *operands: jax.Array
+    spec: ConvSpec,
+    algorithm: str,
+    workspace: int,
+    *operands: jax.Array,
+    pinned: bool,
+    in_place: bool,
 ) -> jax.Array:
     """Call cuDNN for a core."""
+    aliases = {list(spec.operands).index("residual"): 0} if in_place else {}
     call = jax.ffi.ffi_call(
         f"jqconv_{spec.direction}_v1",
         (
             jax.ShapeDtypeStruct(*spec.result),
             jax.ShapeDtypeStruct((max(workspace, 1),), jnp.uint8),
         ),
-        input_output_aliases=_in_place(spec),
+        input_output_aliases=aliases,
     )
     y, _ = call(*operands, spec=str(spec), algorithm=algorithm, pinned=pinned)
     return y
-
-
-def _in_place(spec: ConvSpec) -> dict[int, int]:
-    """Return the alias that writes y over a residual like it; XLA copies one needed later."""
-    if spec.direction != "fprop" or spec.residual != spec.y_dtype:
-        return {}
-    return {list(spec.operands).index("residual"): 0}
 
 
 # --- batching -------------------------------------------------------------------------------------
@@ -185,6 +195,7 @@ def _batch(
     spec: ConvSpec,
     algorithm: Algorithm | None,
     pinned: bool,
+    in_place: bool,
 ) -> tuple[jax.Array, int]:
     """Run a mapped convolution as one wider one where there is such a thing, else as a loop.
 
@@ -212,11 +223,12 @@ def _batch(
             _fold(given[name], fold.get(_role(spec, name)), size, name in mapped)
             for name in spec.operands
         ]
-        y = conv(wider, chosen, *folded, pinned=pinned)
+        y = conv(wider, chosen, *folded, pinned=pinned, in_place=in_place)
         return _unfold(y, fold[_result_role(spec)], size)
 
     def one(slices: dict[str, jax.Array]) -> jax.Array:
-        return conv(spec, algorithm, *(given | slices).values(), pinned=pinned)
+        operands = (given | slices).values()
+        return conv(spec, algorithm, *operands, pinned=pinned, in_place=in_place)
 
     return jax.lax.map(one, mapped), 0
 

@@ -2,7 +2,8 @@
 
 This is the lowering on every backend but CUDA, the ``xla`` form there, and what the derivative
 rules are stated in. :func:`fprop`, :func:`dgrad` and :func:`wgrad` take the operands that a
-:class:`ConvSpec` names, in its order.
+:class:`ConvSpec` names, in its order, and the dtype that carries them through the convolution:
+float32, which every backend has, or :func:`gpu_carrier`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _LAYOUT = ("NHWC", "OHWI", "NHWC")
 #: float32 holds every integer up to here, so a sum of products below it is exact in any order.
 _EXACT_FLOAT32 = 2**24
 
+#: Most taps of a depthwise window that a GPU sums one by one: one kernel, epilogue and all, limited
+#: by its loads, of which there is one a tap. Larger windows are faster as XLA's convolutions.
+_FEW_TAPS = 9
+
 
 def fprop(spec: ConvSpec, *operands: jax.Array, carrier: str = "float32") -> jax.Array:
     """Return the fused convolution that `spec` describes.
@@ -36,8 +41,8 @@ def fprop(spec: ConvSpec, *operands: jax.Array, carrier: str = "float32") -> jax
     *operands : Array
         Those of ``spec.operands``, in order.
     carrier : str, default "float32"
-        The floating-point dtype that carries the integers through the convolution, exactly:
-        ``"bfloat16"`` is the fast one on a GPU.
+        The dtype that carries the integers through the convolution, exactly: a floating-point one,
+        or ``"int32"`` for a depthwise convolution.
     """
     named = dict(zip(spec.operands, operands, strict=True))
     acc = _accumulate(spec, named.pop("x"), named.pop("w"), carrier)
@@ -46,7 +51,7 @@ def fprop(spec: ConvSpec, *operands: jax.Array, carrier: str = "float32") -> jax
     return _round_to(spec.y_dtype, epilogue(spec, acc, **named))
 
 
-def dgrad(spec: ConvSpec, dy: jax.Array, w: jax.Array) -> jax.Array:
+def dgrad(spec: ConvSpec, dy: jax.Array, w: jax.Array, *, carrier: str = "float32") -> jax.Array:
     """Return the gradient of the convolution for x, accumulated in float32."""
     # XLA:CPU aborts the process for some transposes where a window of 2 meets a stride of 2 and a
     # padding of 1: it is a window of 3 there, with a zero before the two.
@@ -63,12 +68,16 @@ def dgrad(spec: ConvSpec, dy: jax.Array, w: jax.Array) -> jax.Array:
             w = jnp.pad(w, ((0, 0), *((zero, 0) for zero in zeros), (0, 0)))
         return _conv(spec, x, w, padding=padding, precision=_precision(spec))
 
-    return _gradient(spec, dy, w, conv)
+    return _gradient(spec, dy, w, conv, carrier)
 
 
-def wgrad(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
+def wgrad(spec: ConvSpec, x: jax.Array, dy: jax.Array, *, carrier: str = "float32") -> jax.Array:
     """Return the gradient of the convolution for w, accumulated in float32."""
-    return _gradient(spec, dy, x, lambda w, x: _conv(spec, x, w, precision=_precision(spec)))
+
+    def conv(w: jax.Array, x: jax.Array) -> jax.Array:
+        return _conv(spec, x, w, precision=_precision(spec))
+
+    return _gradient(spec, dy, x, conv, carrier)
 
 
 def _gradient(
@@ -76,6 +85,7 @@ def _gradient(
     dy: jax.Array,
     other: jax.Array,
     conv: Callable[[jax.Array, jax.Array], jax.Array],
+    carrier: str,
 ) -> jax.Array:
     """Transpose `conv` in its first argument, the tensor that the spec computes."""
     shape, dtype = spec.result
@@ -83,7 +93,7 @@ def _gradient(
         return jnp.zeros(shape, dtype)
     # Of the same manual axes as the others: the transpose would else be summed over the shards.
     like, dy, other = equally_varying(
-        [jnp.zeros(shape, jnp.float32), dy.astype(jnp.float32), other.astype(jnp.float32)]
+        [jnp.zeros(shape, carrier), dy.astype(carrier), other.astype(carrier)]
     )
     (gradient,) = jax.linear_transpose(lambda first: conv(first, other), like)(dy)
     return gradient.astype(dtype)
@@ -137,6 +147,14 @@ def activation_slope(activation: Activation, v: jax.Array) -> jax.Array:
     return slope
 
 
+def gpu_carrier(spec: ConvSpec) -> str:
+    """Return the carrier that is fast on a GPU."""
+    if spec.direction != "fprop":
+        return spec.x_dtype
+    _, r, s, c_group = spec.w_shape
+    return "int32" if c_group == 1 and r * s <= _FEW_TAPS else "bfloat16"
+
+
 def _round_to(dtype: str, v: jax.Array) -> jax.Array:
     if dtype not in CODE_RANGE:
         return v.astype(dtype)
@@ -144,6 +162,9 @@ def _round_to(dtype: str, v: jax.Array) -> jax.Array:
 
 
 def _conv(spec: ConvSpec, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+    if _is_pointwise(spec):  # a product of matrices, which XLA does not see in a convolution
+        options.pop("padding", None)
+        return lax.dot_general(x, w[:, 0, 0], (((3,), (1,)), ((), ())), **options)
     return lax.conv_general_dilated(
         x,
         w,
@@ -153,6 +174,11 @@ def _conv(spec: ConvSpec, x: jax.Array, w: jax.Array, **options: Any) -> jax.Arr
         dimension_numbers=_LAYOUT,
         **{"padding": spec.padding, **options},
     )
+
+
+def _is_pointwise(spec: ConvSpec) -> bool:
+    plain = spec.groups == 1 and spec.strides == (1, 1) and spec.padding == ((0, 0), (0, 0))
+    return plain and spec.w_shape[1:3] == (1, 1)
 
 
 def _precision(spec: ConvSpec) -> lax.Precision:
@@ -170,6 +196,8 @@ def _accumulate(spec: ConvSpec, x: jax.Array, w: jax.Array, carrier: str) -> jax
     """
     if spec.empty:
         return jnp.zeros(spec.y_shape, jnp.int32)
+    if carrier == "int32":
+        return _sum_of_taps(spec, x, w)
     limit = _EXACT_FLOAT32 // spec.product_magnitude
     x, w = x.astype(carrier), w.astype(carrier)
     wide = {"preferred_element_type": jnp.float32}
@@ -182,12 +210,31 @@ def _accumulate(spec: ConvSpec, x: jax.Array, w: jax.Array, carrier: str) -> jax
     return functools.reduce(jnp.add, [jnp.round(part).astype(jnp.int32) for part in sums])
 
 
+def _sum_of_taps(spec: ConvSpec, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return the accumulator of a depthwise convolution: for each tap what windows see through it.
+
+    Nothing but elementwise operations on slices, which XLA makes one loop of.
+    """
+    k, r, s, _ = w.shape
+    _, p, q, _ = spec.y_shape
+    x = jnp.repeat(_padded(spec, x), k // spec.groups, axis=3)
+
+    def term(row: int, col: int) -> jax.Array:
+        seen = x[:, _seen(spec, 0, p, row), _seen(spec, 1, q, col)]
+        return seen.astype(jnp.int32) * w[:, row, col, 0].astype(jnp.int32)
+
+    return functools.reduce(jnp.add, itertools.starmap(term, itertools.product(range(r), range(s))))
+
+
+def _padded(spec: ConvSpec, x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 0), *spec.padding, (0, 0)))
+
+
 def _pieces(
     spec: ConvSpec, x: jax.Array, w: jax.Array, limit: int
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
     """Yield operands of unpadded convolutions of at most `limit` products that sum to the whole."""
-    (top, bottom), (left, right) = spec.padding
-    x = jnp.pad(x, ((0, 0), (top, bottom), (left, right), (0, 0)))
+    x = _padded(spec, x)
     _, r, s, c = spec.w_shape
     _, p, q, _ = spec.y_shape
     channels = max(1, min(c, limit // (r * s)))
@@ -206,6 +253,12 @@ def _reach(spec: ConvSpec, axis: int, windows: int, taps: slice) -> slice:
     stride, dilation = spec.strides[axis], spec.dilation[axis]
     first = taps.start * dilation
     return slice(first, (windows - 1) * stride + (taps.stop - 1) * dilation + 1)
+
+
+def _seen(spec: ConvSpec, axis: int, windows: int, tap: int) -> slice:
+    """Return what `windows` windows see along an axis through one of their taps."""
+    reach = _reach(spec, axis, windows, slice(tap, tap + 1))
+    return slice(reach.start, reach.stop, spec.strides[axis])
 
 
 def _slices(size: int, step: int) -> list[slice]:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -27,9 +27,12 @@ from jqconv import _choice, _forms, _native, _policy, _primitive
 from jqconv._algorithm import Algorithm, core_of, runs_on_cudnn
 from jqconv._choice import Choice, Trial
 from jqconv._spec import ConvSpec
-from jqconv._timing import time_plans
+from jqconv._timing import in_turn, time_plans
 
 _T = TypeVar("_T")
+
+#: Shapes and dtypes by the names of operands.
+_Tensors: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 
 _log = logging.getLogger("jqconv")
 
@@ -256,7 +259,7 @@ class _Search:
         if not plans:
             return {}
         try:
-            with self._operands(core) as sets:
+            with self._operands(core, core.operands) as sets:
                 long = min(16, math.ceil(300 / (len(sets) * _estimate_us(core))))
                 times = self._medians(core, plans, sets, runs=1, samples=1)
                 for factor, samples in _ROUNDS:
@@ -321,7 +324,8 @@ class _Search:
         """
         best: dict[Algorithm, float] = {}
         # Enough of them for a call that is longer than it takes to dispatch.
-        with self._operands(self.spec, least=math.ceil(400 / _estimate_us(self.spec))) as sets:
+        least = math.ceil(400 / _estimate_us(self.spec))
+        with self._operands(self.spec, _held(self.spec), least) as sets:
             programs = {a: self._tried(a, self._program, a, sets) for a in algorithms}
             for _ in range(3):  # in turn, so that a slow moment is nobody's alone
                 for algorithm, program in programs.items():
@@ -342,12 +346,15 @@ class _Search:
             return None
 
     def _program(self, algorithm: Algorithm, sets: list[list[jax.Array]]) -> Callable[..., Any]:
+        dtypes = [dtype for _, dtype in self.spec.operands.values()]
+
         @jax.jit  # traced and lowered once for all sets
-        def conv(*operands: jax.Array) -> jax.Array:
+        def conv(*held: jax.Array) -> jax.Array:
+            operands = [x.astype(dtype) for x, dtype in zip(held, dtypes, strict=True)]
             return _primitive.conv(self.spec, algorithm, *operands, pinned=True)
 
         def program(sets: list[list[jax.Array]]) -> list[jax.Array]:
-            return [conv(*operands) for operands in sets]
+            return in_turn(conv, sets)
 
         compiled: Callable[..., Any] = jax.jit(program).lower(sets).compile()
         return compiled
@@ -361,15 +368,18 @@ class _Search:
                 _native.forget(str(core), str(plan), self.device.local_hardware_id)
 
     @contextlib.contextmanager
-    def _operands(self, spec: ConvSpec, least: int = 2) -> Iterator[list[list[jax.Array]]]:
-        """Make operands, enough sets of them that the cache does not hold what it just used.
+    def _operands(
+        self, spec: ConvSpec, tensors: _Tensors, least: int = 2
+    ) -> Iterator[list[list[jax.Array]]]:
+        """Make `tensors`, enough sets of them that the cache does not hold what it just used.
 
         The device is this search's for the scope, and the memory the user's again after it.
         """
         wanted = max(least, math.ceil(_COLD_BYTES / spec.bytes_moved))
         count = min(wanted, _MOST_SETS, max(1, _MOST_BYTES // spec.bytes_held))
         with _device_lock:
-            sets = [jax.device_put(_random_operands(spec, i), self.device) for i in range(count)]
+            drawn = [_random_operands(spec, tensors, seed) for seed in range(count)]
+            sets = [jax.device_put(operands, self.device) for operands in drawn]
             try:
                 yield sets
             finally:
@@ -427,7 +437,19 @@ def _estimate_us(spec: ConvSpec) -> float:
     return max(2.0, 1e6 * seconds)
 
 
-def _random_operands(spec: ConvSpec, seed: int) -> list[np.ndarray]:
+def _held(spec: ConvSpec) -> _Tensors:
+    """Return the operands as a program has them: codes where a gradient takes them as floats.
+
+    Widening them is part of what is timed. XLA's products of matrices do it on the way.
+    """
+    codes = {"dgrad": "w", "wgrad": "x"}.get(spec.direction)
+    return {
+        name: (shape, "int8" if name == codes else dtype)
+        for name, (shape, dtype) in spec.operands.items()
+    }
+
+
+def _random_operands(spec: ConvSpec, tensors: _Tensors, seed: int) -> list[np.ndarray]:
     """Return tensors of noise and scales that bring its sums back into the range of int8.
 
     What the values are matters: a GPU takes less power, and runs faster, on zeros.
@@ -437,7 +459,7 @@ def _random_operands(spec: ConvSpec, seed: int) -> list[np.ndarray]:
         _random(shape, dtype, offset=7919 * seed)
         if len(shape) == 4
         else np.full(shape, scales.get(name, 0.5), dtype)
-        for name, (shape, dtype) in spec.operands.items()
+        for name, (shape, dtype) in tensors.items()
     ]
 
 

@@ -1,12 +1,14 @@
-"""How long plans take by themselves on the device."""
+"""How long convolutions take on the device: plans by themselves, and in programs of many."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jqconv._algorithm import Algorithm
 from jqconv._spec import ConvSpec
@@ -68,3 +70,18 @@ def time_plans(
     # Ahead of time: a jitted call would become part of a trace around this one.
     compiled = jax.jit(timed).lower(*operands).compile()
     return np.asarray(jax.device_get(compiled(*operands))).reshape(len(algorithms), samples)
+
+
+def in_turn(
+    function: Callable[..., jax.Array], operand_sets: Iterable[Sequence[Any]]
+) -> list[jax.Array]:
+    """Return ``function(*operands)`` for each of the sets, one after the other.
+
+    Left alone, XLA makes one kernel of several that are alike, which no network has.
+    """
+    results: list[jax.Array] = []
+    for operands in operand_sets:
+        if results:
+            operands, results[-1] = lax.optimization_barrier((operands, results[-1]))
+        results.append(function(*operands))
+    return results

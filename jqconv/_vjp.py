@@ -59,17 +59,22 @@ class Operands(NamedTuple):
     out_scale: Any
 
 
-def _forward(call: Call, ops: Operands) -> tuple[jax.Array, jax.Array | None]:
+def _forward(
+    call: Call, ops: Operands, *, in_place: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
     """Return the output, codes or floats, and the codes' float view where one is carried."""
-    y = fprop(call.spec, call.algorithms, _fold_scales(call, ops))
+    y = fprop(call.spec, call.algorithms, _fold_scales(call, ops), in_place=in_place)
     return y, y.astype(jnp.float32) * ops.out_scale if call.carries_view else None
 
 
-def fprop(spec: ConvSpec, algorithms: ConvAlgorithms, named: dict[str, Any]) -> jax.Array:
+def fprop(
+    spec: ConvSpec, algorithms: ConvAlgorithms, named: dict[str, Any], **how: bool
+) -> jax.Array:
     """Run `spec` on operands by name, with the algorithm given or chosen."""
     operands = [named[name] for name in spec.operands]
     algorithm = _choice.choose(spec, algorithms.fprop)
-    return _primitive.conv(spec, algorithm, *operands, pinned=algorithms.fprop is not None)
+    pinned = algorithms.fprop is not None
+    return _primitive.conv(spec, algorithm, *operands, pinned=pinned, **how)
 
 
 def _fold_scales(call: Call, ops: Operands) -> dict[str, Any]:
@@ -139,7 +144,8 @@ def _conv_fwd(call: Call, ops: Operands) -> tuple[Any, _Saved]:
             "whose x and w are frozen codes: give x or w as a float array with its scale, or as "
             "a QTensor with a float view (quantize makes one), or leave out_scale out"
         )
-    y, view = _forward(call, ops)
+    # A residual is most often the input of another layer, which keeps it for its own gradient.
+    y, view = _forward(call, ops, in_place=False)
     saved = _save(call, ops, _wanted(ops, perturbed), y)
     sources = [getattr(ops, name) for name in sorted(perturbed)]
     if view is not None:

@@ -11,11 +11,10 @@ floats, with rounding passed straight through.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,8 @@ from jqconv._conv import ActivationLike, IntOrPair, PaddingLike, conv2d
 from jqconv._first_order import first_order
 from jqconv._qtensor import CODE_RANGE, PackedKernel, QTensor, as_array
 from jqconv._sharding import equally_varying
-from jqconv._spec import Padding, Pair, as_int, as_padding, as_pair, output_size
+from jqconv._spec import as_int
+from jqconv._window import Window
 
 __all__ = ["avg_pool", "flatten", "linear", "max_pool", "mean", "relu", "reshape"]
 
@@ -78,11 +78,11 @@ def max_pool(
            [13, 15]], dtype=int8)
     """
     x = _as_tensor(x)
-    window = _Window.over(x.shape, window_shape, strides, padding)
+    window = Window.over(x.shape, window_shape, strides, padding)
     if not isinstance(x, QTensor):
         return window.maximum(x)
     window.check_covered()
-    return _with_view(x, window.maximum(x.values), window.maximum)
+    return _with_view(x, window.maximum(x.values), window.routed_maximum)
 
 
 def avg_pool(
@@ -131,7 +131,7 @@ def avg_pool(
            [10, 12]], dtype=int8)
     """
     x = _as_tensor(x)
-    window = _Window.over(x.shape, window_shape, strides, padding)
+    window = Window.over(x.shape, window_shape, strides, padding)
     average = functools.partial(window.average, count_include_pad=count_include_pad)
     if not isinstance(x, QTensor):
         return average(x)
@@ -382,77 +382,6 @@ def linear(
         algorithm=algorithm,
     )
     return reshape(y, (*leading, y.shape[-1]))
-
-
-# --- windows --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Window:
-    """Where the windows over the height and width of ``(..., H, W, C)`` lie."""
-
-    size: Pair
-    shape: Pair
-    strides: Pair
-    padding: Padding
-
-    @classmethod
-    def over(cls, x_shape: tuple[int, ...], shape: Any, strides: Any, padding: Any) -> Self:
-        """Return the windows that a user describes."""
-        if len(x_shape) < 3:
-            raise ValueError(f"x has shape {x_shape}, expected (..., H, W, C)")
-        size = x_shape[-3], x_shape[-2]
-        shape = as_pair(shape, "window_shape", 1)
-        strides = (1, 1) if strides is None else as_pair(strides, "strides", 1)
-        return cls(size, shape, strides, as_padding(padding, size, shape, strides, (1, 1)))
-
-    def maximum(self, x: ArrayLike) -> jax.Array:
-        array = jnp.asarray(x)
-        floating = jnp.issubdtype(array.dtype, jnp.floating)
-        lowest = -np.inf if floating else CODE_RANGE[array.dtype.name][0]
-        return self._reduce(array, lowest, lax.max)
-
-    def total(self, x: ArrayLike) -> jax.Array:
-        return self._reduce(jnp.asarray(x), 0, lax.add)
-
-    def average(self, x: ArrayLike, *, count_include_pad: bool) -> jax.Array:
-        array = jnp.asarray(x)
-        total = self.total(array.astype(jnp.float32) if array.dtype.itemsize < 4 else array)
-        counts = jnp.asarray(self.counts(count_include_pad, total.ndim), total.dtype)
-        return (total / counts).astype(array.dtype)
-
-    def counts(self, count_include_pad: bool, rank: int) -> np.ndarray:
-        """Return how many elements each window has, ready to meet an array of `rank`."""
-        if count_include_pad:
-            return np.asarray(math.prod(self.shape))
-        by_axis = map(_covered, self.size, self.shape, self.strides, self.padding)
-        counts = np.multiply.outer(*by_axis)[..., None]
-        return counts.reshape((1,) * (rank - 3) + counts.shape)
-
-    def check_covered(self) -> None:
-        """Refuse windows that lie wholly in the padding."""
-        if not self.counts(False, 3).all():
-            raise ValueError(
-                f"padding={self.padding} puts windows of {self.shape} beside the {self.size} "
-                "elements of x, where there is no code to return; pad by less than the window"
-            )
-
-    def _reduce(self, x: jax.Array, init: float, operation: Callable[..., Any]) -> jax.Array:
-        leading = (1,) * (x.ndim - 3)
-        return lax.reduce_window(
-            x,
-            np.asarray(init, x.dtype),
-            operation,
-            window_dimensions=(*leading, *self.shape, 1),
-            window_strides=(*leading, *self.strides, 1),
-            padding=(*((0, 0) for _ in leading), *self.padding, (0, 0)),
-        )
-
-
-def _covered(size: int, window: int, stride: int, pad: Pair) -> np.ndarray:
-    """Return how many of `size` elements each window along an axis covers."""
-    starts = np.arange(output_size(size, window, stride, pad, 1)) * stride - pad[0]
-    return np.maximum(np.minimum(starts + window, size) - np.maximum(starts, 0), 0)
 
 
 # --- means of codes -------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ GEOMETRIES = {
     "stride_beyond_window": ((9, 9), (2, 2), (3, 4), "VALID"),
     "one_element": ((1, 1), (1, 1), None, "SAME"),
     "wider_than_x": ((2, 6), (3, 3), None, "VALID"),
+    "many_taps": ((7, 9), (6, 5), (1, 2), "SAME"),
 }
 
 KINDS = {"int8": ("int8", None), "int8_zero": ("int8", -37), "uint8_zero": ("uint8", 141)}
@@ -47,7 +48,7 @@ def geometries_of(kinds):
 
 
 differentiated = pytest.mark.parametrize(
-    "name", ["same_of_odd_sizes", "asymmetric_pairs", "stride_beyond_window"]
+    "name", ["same_of_odd_sizes", "asymmetric_pairs", "stride_beyond_window", "many_taps"]
 )
 
 SCALE = np.float32(0.25)  # float programs of such numbers round their ties as integers do

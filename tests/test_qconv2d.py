@@ -1,5 +1,6 @@
 """qconv2d, the kernel-level call: exact where the contract says so, within its bounds elsewhere."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -217,6 +218,29 @@ def test_integers_carried_in_floats_are_exact_beyond_1024_products(rng, channels
     x[:, ::2, ::3] = 127
     geometry = Geometry(groups=groups, padding=((1, 0), (0, 2)), dilation=(1, 1))
     _assert_float_form_is_exact(x, kernel, 2 * groups, geometry, rng, extreme=True)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+@pytest.mark.parametrize(
+    ("channels", "k", "kernel", "geometry"),
+    [
+        (7, 7, (3, 3), Geometry(groups=7, padding=((1, 1), (1, 1)))),
+        (5, 10, (2, 3), Geometry(groups=5, strides=(2, 3), padding=((0, 2), (3, 1)))),
+        (3, 3, (3, 2), Geometry(groups=3, dilation=(2, 3), strides=(1, 2))),
+        (1, 4, (3, 3), Geometry(padding=((0, 3), (1, 0)))),
+    ],
+    ids=["depthwise", "doubled", "dilated", "one_channel"],
+)
+def test_depthwise_sums_of_taps_are_exact(rng, channels, k, kernel, geometry, dtype):
+    """The xla form of depthwise convolutions on a GPU, run here."""
+    low, high = (-255, 256) if dtype == "int16" else oracle.LIMITS[dtype] + np.array([0, 1])
+    x = rng.integers(low, high, (2, 8, 9, channels)).astype(dtype)
+    w = draw_codes(rng, (*kernel, 1, k))
+    spec = dataclasses.replace(spec_of(RAW, geometry, x.shape, w.shape), x_dtype=dtype)
+    assert _reference.gpu_carrier(spec) == "int32"
+    packed = jnp.asarray(w.transpose(3, 0, 1, 2))
+    acc = _reference.fprop(spec, jnp.asarray(x), packed, carrier="int32")
+    assert_same_codes(acc, oracle.accumulate(x, w, geometry), "int32")
 
 
 def _assert_float_form_is_exact(x, kernel, k, geometry, rng, extreme=False):

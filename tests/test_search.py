@@ -20,6 +20,7 @@ from jqconv import Algorithm, _choice, _forms, _native, _policy, _reference, _se
 from jqconv._algorithm import runs_on_cudnn
 from jqconv._choice import Trial
 from jqconv._spec import ConvSpec
+from jqconv._timing import in_turn
 
 REAL_PROGRAM, REAL_SECONDS = _search._Search._program, _search._seconds
 
@@ -103,22 +104,22 @@ class Lab:
         assert algorithms, "there is nothing to time"
         assert runs > 0
         form, _ = self.cores[str(core)]
-        self._use(core, sets)
+        self._use(core.operands, sets)
         self.timed.append((form, [a.engine for a in algorithms], samples))
         times = [[self.plan_us(form, a)] * samples for a in algorithms]
         return np.array(times, np.float32)
 
     def program(self, search, algorithm, sets):
-        self._use(search.spec, sets)
+        self._use(_search._held(search.spec), sets)
         return algorithm
 
     def seconds(self, algorithm, sets):
         self.programs.append(algorithm.form)
         return self.program_us(algorithm.form) * len(sets) / 1e6
 
-    def _use(self, spec, sets):
+    def _use(self, tensors, sets):
         for operands in sets:
-            assert [(x.shape, x.dtype.name) for x in operands] == list(spec.operands.values())
+            assert [(x.shape, x.dtype.name) for x in operands] == list(tensors.values())
             assert not any(x.is_deleted() for x in operands)
         self.operands.append(sets)
         self.settings.append(_policy.settings())
@@ -545,17 +546,47 @@ def test_what_a_strided_window_passes_over_takes_memory_all_the_same(lab, monkey
     "spec", [PLAIN, spec_of(3, 8), spec_of(128, 128, 128)], ids=["many", "few", "depthwise"]
 )
 def test_operands_are_noise_with_sums_in_the_range_of_int8(spec):
-    first, second = (_search._random_operands(spec, seed) for seed in (0, 1))
+    first, second = (_search._random_operands(spec, spec.operands, seed) for seed in (0, 1))
     assert not np.array_equal(first[0], second[0])
     codes = np.asarray(_reference.fprop(spec, *map(jnp.asarray, first)), np.float32)
     assert 20 < codes.std() < 100
     assert np.mean(np.abs(codes) >= 127) < 0.2
 
 
+def test_convolutions_in_turn_wait_for_each_other():
+    def run(xs):
+        return in_turn(lambda x, y: x * y, [(x, xs[0]) for x in xs])
+
+    xs = list(jnp.arange(6.0).reshape(3, 2))
+    np.testing.assert_array_equal(run(xs), [x * xs[0] for x in xs])
+    text = jax.jit(run).lower(xs).as_text()
+    assert text.count("optimization_barrier") == 2
+
+
 def test_operands_of_gradients_are_noise():
-    for operand in _search._random_operands(GRADIENTS["dgrad"], 0):
+    spec = GRADIENTS["dgrad"]
+    for operand in _search._random_operands(spec, spec.operands, 0):
         assert operand.dtype == jnp.bfloat16
         assert 0.9 < operand.astype(np.float32).std() < 1.1
+
+
+@pytest.mark.parametrize("direction", GRADIENTS)
+def test_programs_of_gradients_widen_codes(direction):
+    spec = GRADIENTS[direction]
+    held = {name: dtype for name, (_, dtype) in _search._held(spec).items()}
+    assert (
+        held
+        == {"dgrad": {"dy": "bfloat16", "w": "int8"}, "wgrad": {"x": "int8", "dy": "bfloat16"}}[
+            direction
+        ]
+    )
+    algorithm = Algorithm("xla")
+    sets = [_search._random_operands(spec, _search._held(spec), seed) for seed in (0, 1)]
+    results = _search._Search(spec, cpu(), False)._program(algorithm, sets)(sets)
+    for result, operands in zip(results, sets, strict=True):
+        wide = [jnp.asarray(x, jnp.bfloat16) for x in operands]
+        want = getattr(_reference, direction)(spec, *wide)
+        np.testing.assert_array_equal(result, want)
 
 
 def test_searches_use_the_device_one_at_a_time(lab):
