@@ -65,13 +65,9 @@ def conv(
         spec=spec,
         algorithm=algorithm,
         pinned=pinned,
-        in_place=in_place and _is_like_the_result(spec, "residual"),
+        in_place=in_place and spec.operands.get("residual") == spec.result,
     )
     return result
-
-
-def _is_like_the_result(spec: ConvSpec, name: str) -> bool:
-    return spec.operands.get(name) == spec.result
 
 
 @functools.lru_cache(maxsize=4096)

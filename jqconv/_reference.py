@@ -161,18 +161,20 @@ def _round_to(dtype: str, v: jax.Array) -> jax.Array:
     return jnp.clip(jnp.round(v), *CODE_RANGE[dtype]).astype(dtype)
 
 
-def _conv(spec: ConvSpec, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+def _conv(
+    spec: ConvSpec, x: jax.Array, w: jax.Array, padding: Any = None, **options: Any
+) -> jax.Array:
     if _is_pointwise(spec):  # a product of matrices, which XLA does not see in a convolution
-        options.pop("padding", None)
         return lax.dot_general(x, w[:, 0, 0], (((3,), (1,)), ((), ())), **options)
     return lax.conv_general_dilated(
         x,
         w,
         window_strides=spec.strides,
+        padding=spec.padding if padding is None else padding,
         rhs_dilation=spec.dilation,
         feature_group_count=spec.groups,
         dimension_numbers=_LAYOUT,
-        **{"padding": spec.padding, **options},
+        **options,
     )
 
 

@@ -351,7 +351,8 @@ class _Search:
         @jax.jit  # traced and lowered once for all sets
         def conv(*held: jax.Array) -> jax.Array:
             operands = [x.astype(dtype) for x, dtype in zip(held, dtypes, strict=True)]
-            return _primitive.conv(self.spec, algorithm, *operands, pinned=True)
+            # In place it would copy the residual first, which is there for the next call as well.
+            return _primitive.conv(self.spec, algorithm, *operands, pinned=True, in_place=False)
 
         def program(sets: list[list[jax.Array]]) -> list[jax.Array]:
             return in_turn(conv, sets)

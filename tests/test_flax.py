@@ -1011,6 +1011,19 @@ def test_folding_runs_models_that_look_at_their_layers():
     np.testing.assert_allclose(model(images()), want, rtol=1e-4, atol=1e-5)
 
 
+def test_folding_is_checked_in_full_float32():
+    """A GPU's TF32 is off by more than folding is, and more so the deeper a network."""
+    precisions = []
+
+    class Noted(Reads):
+        def __call__(self, x):
+            precisions.append(jax.config.jax_default_matmul_precision)
+            return super().__call__(x)
+
+    jf.fold_batch_norm(Noted(), images())
+    assert set(precisions) == {"highest"}
+
+
 def test_folding_says_that_dropout_is_active():
     norm = with_statistics(nnx.BatchNorm(8, use_running_average=True, rngs=nnx.Rngs(0)))
     model = nnx.Sequential(conv(), norm, nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
