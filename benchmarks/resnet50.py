@@ -117,13 +117,13 @@ def training_models(calibration: jax.Array) -> dict[str, nnx.Module]:
     """Return the networks that take a step."""
     models: dict[str, nnx.Module] = {}
     for suffix, folded in (("", True), (", live BatchNorm", False)):
-        floats = make_model(calibration, folded=folded)
+        # What a BatchNorm reads and writes is bf16 on both sides; folded, it is not there.
+        dtype = None if folded else jnp.bfloat16
+        floats = make_model(calibration, folded=folded, dtype=dtype)
         models[f"bfloat16{suffix}"] = cast(floats, "bfloat16")
         for name, learned in (("int8", False), ("int8, learned scales", True)):
             if learned and not folded:
                 continue
-            # What BatchNorm reads and writes is bf16 on both sides; folded, it is not there.
-            dtype = None if folded else jnp.bfloat16
             model = make_model(calibration, folded=folded, learned_scales=learned, dtype=dtype)
             jqconv.flax.calibrate(model, [calibration], progress=False)
             models[name + suffix] = model
