@@ -18,6 +18,7 @@ from jax import lax
 
 from jqconv import _choice, _primitive, _reference
 from jqconv._algorithm import Algorithm, ConvAlgorithms
+from jqconv._epilogue import hides, slope_of_codes, step_size_grad
 from jqconv._first_order import first_order
 from jqconv._qtensor import CODE_RANGE, over_last, pack_mask, sum_to_scale, unpack_mask
 from jqconv._residuals import keep, mark, marked
@@ -180,10 +181,7 @@ def _needs(wanted: Collection[str], direction: Direction) -> bool:
 
 def _recomputes(call: Call, wanted: Collection[str]) -> bool:
     """Whether the backward rule needs v, the value before the activation."""
-    act = call.spec.activation
-    # A leaky slope rounds many values to code 0, which then does not tell their sign.
-    hidden = act is not None and (act.smooth or (call.quantized and act.name == "leaky_relu"))
-    return hidden or "out_scale" in wanted
+    return hides(call.spec.activation, call.quantized) or "out_scale" in wanted
 
 
 def _choose(call: Call) -> ConvAlgorithms:
@@ -251,14 +249,20 @@ def _conv_bwd(call: Call, saved: _Saved, cotangents: Any) -> tuple[Operands]:
     dy = view_bar if call.quantized else y_bar
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (Operands(*[None] * len(Operands._fields)),)
-    dy, saved = _reached(dy.astype(_carrier(call)), saved)
-    dy = dy.astype(jnp.float32)
-    ops, algorithms = saved.ops, saved.algorithms
+    dy = dy.astype(_carrier(call))
     wanted = marked(saved.wanted, Operands._fields)
-    v = _recompute(call, ops) if _recomputes(call, wanted) else None
+    recomputes = _recomputes(call, wanted)
+    late = not (call.quantized or recomputes)
+    if not late:
+        dy, saved = _reached(dy, saved)
+    v = _recompute(call, saved.ops) if recomputes else None
+    dy = dy.astype(jnp.float32)
     dv = dy * _slope(call, saved, v, dy.shape)
 
-    du = (dv * over_last(ops.w_scale, dv.ndim)).astype(call.grad_dtype)
+    du = (dv * over_last(saved.ops.w_scale, dv.ndim)).astype(call.grad_dtype)
+    if late:  # so that what makes dy, a norm's derivative perhaps, makes du as well
+        du, saved = _reached(du, saved)
+    ops, algorithms = saved.ops, saved.algorithms
     grads: dict[str, Any] = {}
     dx = _dgrad(call, algorithms, ops, du) if _needs(wanted, "dgrad") else None
     dw = _wgrad(call, algorithms, ops, du) if _needs(wanted, "wgrad") else None
@@ -284,19 +288,18 @@ def _conv_bwd(call: Call, saved: _Saved, cotangents: Any) -> tuple[Operands]:
     if "residual_scale" in wanted:
         grads["residual_scale"] = jnp.sum(dv * ops.residual.astype(jnp.float32))
     if "out_scale" in wanted:
-        grads["out_scale"] = _out_scale_grad(call, saved, v, dy)
+        grads["out_scale"] = step_size_grad(call.spec.activation, saved.codes, ops.out_scale, v, dy)
     return (Operands(*(grads[f] if f in wanted else None for f in Operands._fields)),)
 
 
-def _reached(dy: jax.Array, saved: _Saved) -> tuple[jax.Array, _Saved]:
-    """Return both, the residuals not to be read before `dy` is there.
+def _reached(gradient: jax.Array, saved: _Saved) -> tuple[jax.Array, _Saved]:
+    """Return both, the codes not to be read before `gradient` is there.
 
     XLA would else make the wide copies of all codes early, and hold them.
     """
-    ops = saved.ops
-    tensors = ops.x, ops.w, saved.codes, saved.active
-    dy, (x, w, codes, active) = lax.optimization_barrier((dy, tensors))
-    return dy, saved._replace(ops=ops._replace(x=x, w=w), codes=codes, active=active)
+    tensors = saved.ops.x, saved.ops.w, saved.codes
+    gradient, (x, w, codes) = lax.optimization_barrier((gradient, tensors))
+    return gradient, saved._replace(ops=saved.ops._replace(x=x, w=w), codes=codes)
 
 
 def _recompute(call: Call, ops: Operands) -> jax.Array:
@@ -334,46 +337,15 @@ def _wgrad(call: Call, algorithms: ConvAlgorithms, ops: Operands, du: jax.Array)
 
 
 def _slope(call: Call, saved: _Saved, v: Any, shape: tuple[int, ...]) -> jax.Array | float:
-    """Return ``d y / d v``, with the output's rounding passed through and its clipping as 0.
-
-    A piecewise-linear activation is active where the output says so; codes say it strictly
-    between the limits of the activation's range, so that one rounded to a limit is not.
-    """
+    """Return ``d y / d v``, with the output's rounding passed through and its clipping as 0."""
     act = call.spec.activation
-    if not call.quantized:
-        if act is None:
-            return 1.0
-        if act.smooth:
-            return _reference.activation_slope(act, v)
-        return jnp.where(unpack_mask(saved.active, shape), 1.0, act.negative_slope)
-    inside = _unclipped(call, saved)
-    if act is None or act.name in ("relu", "relu6"):
-        return inside.astype(jnp.float32)
+    if call.quantized:
+        return slope_of_codes(act, saved.codes, saved.ops.out_scale, v)
+    if act is None:
+        return 1.0
     if act.smooth:
-        return jnp.where(inside, _reference.activation_slope(act, v), 0.0)
-    return jnp.where(inside, jnp.where(v >= 0, 1.0, act.negative_slope), 0.0)
-
-
-def _unclipped(call: Call, saved: _Saved) -> jax.Array:
-    """Return where the output's code lies strictly between its limits."""
-    low, high = CODE_RANGE[call.spec.y_dtype]
-    act = call.spec.activation
-    if act is not None and act.name in ("relu", "relu6"):
-        low = 0
-    codes = saved.codes.astype(jnp.float32)
-    inside = (codes > low) & (codes < high)
-    if act is not None and act.name == "relu6":
-        inside &= codes < jnp.round(6.0 / saved.ops.out_scale)
-    return inside
-
-
-def _out_scale_grad(call: Call, saved: _Saved, v: Any, dy: jax.Array) -> jax.Array:
-    """Return a learned step size's gradient: ``sum dy * (code - inside * act(v) / out_scale)``."""
-    low, high = CODE_RANGE[call.spec.y_dtype]
-    codes = saved.codes.astype(jnp.float32)
-    inside = (codes > low) & (codes < high)
-    value = _reference.activate(call.spec.activation, v) / saved.ops.out_scale
-    return jnp.sum(dy * (codes - jnp.where(inside, value, 0.0)))
+        return _reference.activation_slope(act, v)
+    return jnp.where(unpack_mask(saved.active, shape), 1.0, act.negative_slope)
 
 
 _fused_conv = jax.custom_vjp(_forward, nondiff_argnums=(0,))

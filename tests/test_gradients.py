@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from checking import assert_relative
+from checking import assert_relative, assert_same_codes
 from differentiation import (
     BFLOAT16_LIMIT,
     FLOAT32_LIMIT,
@@ -25,6 +25,8 @@ from problems import ACTIVATIONS, draw_codes, name_of, window_of
 
 import jqconv
 from jqconv import QTensor
+from jqconv._epilogue import activate_and_quantize
+from jqconv._spec import Activation
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
@@ -47,6 +49,31 @@ def test_int8_output(rng, activation):
         cotangent, leaves, activation=activation, out_scale=np.float64(out_scale)
     )
     assert_gradients(found, expected, FLOAT32_LIMIT)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
+def test_the_end_of_the_epilogue_by_itself(rng, activation, dtype):
+    """What a QConv with a norm of its own ends with: the same as where it is fused."""
+    act, scale = Activation.parse(activation), np.float32(0.021 if activation == "relu6" else 0.043)
+    v = jnp.asarray(off_ties(rng, (3, 4, 5, 6), scale), dtype)
+    cotangent = rng.normal(size=v.shape).astype(np.float32)
+
+    def view(v, scale):
+        codes, view = activate_and_quantize(act, v, scale)
+        return view, codes
+
+    _, pull_back, codes = jax.vjp(view, v, scale, has_aux=True)
+    dv, dscale = pull_back(cotangent)
+    wide, step = np.asarray(v, np.float64), np.float64(scale)
+    value = oracle.activate(wide, activation) / step
+    expected = np.clip(np.rint(value), -128, 127)
+    assert_same_codes(codes, expected)
+    slope = oracle.output_slope(wide, expected, activation, out_scale=step)
+    assert dv.dtype == v.dtype
+    assert_relative(dv, cotangent * slope, 4e-3 if dtype == "bfloat16" else FLOAT32_LIMIT, "v")
+    inside = (expected > -128) & (expected < 127)
+    assert_relative(dscale, np.sum(cotangent * (expected - inside * value)), 1e-5, "scale")
 
 
 @pytest.mark.parametrize("activation", [None, "relu6", "silu"], ids=name_of)

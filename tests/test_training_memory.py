@@ -12,22 +12,18 @@ ELEMENTS = 8 * 32 * 32 * 32
 
 
 class Chain(nnx.Module):
-    """Convolutions one after another, every second one with a residual if wanted."""
+    """Convolutions one after another, with residuals at every second one or norms if wanted."""
 
-    def __init__(self, depth, *, residual, **options):
+    def __init__(self, depth, *, residual, norm=False, **options):
         self.residual = residual
-        self.layers = nnx.List(
-            jf.QConv(
-                SHAPE[-1],
-                SHAPE[-1],
-                (3, 3),
-                activation="relu",
-                output="int8",
-                rngs=nnx.Rngs(i),
-                **options,
-            )
-            for i in range(depth)
-        )
+
+        def layer(rngs):
+            channels = SHAPE[-1]
+            own = {"norm": nnx.BatchNorm(channels, rngs=rngs)} if norm else {}
+            fixed = {"activation": "relu", "output": "int8"}
+            return jf.QConv(channels, channels, (3, 3), rngs=rngs, **fixed, **own, **options)
+
+        self.layers = nnx.List(layer(nnx.Rngs(i)) for i in range(depth))
 
     def __call__(self, x):
         before = x
@@ -43,12 +39,14 @@ def bytes_per_element(depth, dtype, *, quantized, residual, **options):
     model = Chain(depth, residual=residual, **options)
     x = jax.random.normal(jax.random.key(0), SHAPE)
     if quantized:
+        model.eval()
         jf.calibrate(model, [x], progress=False)
+    model.train()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     params = jax.tree.map(lambda p: p.astype(dtype), params)
 
     def loss(params, x):
-        y = nnx.merge(graph, params, rest)(x)
+        y = nnx.merge(graph, params, rest, copy=True)(x)
         y = y.dequantize() if quantized else y
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
@@ -83,6 +81,14 @@ def test_a_layer_more_costs_a_byte_an_element(learned):
 def test_peak_memory_is_less_than_half_of_the_float_networks(residual):
     in_float = bytes_per_element(16, jnp.float32, quantized=False, residual=residual)
     assert bytes_per_element(16, jnp.float32, quantized=True, residual=residual) < in_float / 2
+
+
+@fuses_across_barriers
+@RESIDUAL
+def test_a_live_norm_keeps_codes_beside_its_input(residual):
+    """A byte for what a float network keeps four: what the activation returned."""
+    in_float = growth(jnp.float32, quantized=False, residual=residual, norm=True)
+    assert growth(jnp.float32, quantized=True, residual=residual, norm=True) < in_float - 2.9
 
 
 @pytest.mark.gpu

@@ -13,6 +13,8 @@ from problems import Form, draw_codes, draw_problem
 
 import jqconv
 from jqconv import ConvAlgorithms, QTensor, _native
+from jqconv._epilogue import activate_and_quantize
+from jqconv._spec import Activation
 
 FULL = Form("relu", "int8", "int8", "channel", True, True)
 OPTIONS = {"x_scale": 0.02, "w_scale": 0.01, "activation": "relu", "grad_dtype": jnp.float32}
@@ -270,6 +272,26 @@ def test_shard_map_with_a_replicated_scale(leaves, mesh, compiled):
 
     def gradient(function):
         return jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), (0, 1, 2))(*args)
+
+    assert_trees_close(gradient(sharded), gradient(run), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_shard_map_of_the_end_of_the_epilogue(rng, mesh, compiled):
+    batch, whole = PartitionSpec("batch"), PartitionSpec()
+
+    def run(v, scale):
+        codes, view = activate_and_quantize(Activation.parse("relu"), v, scale)
+        return codes, view
+
+    specs = {"in_specs": (batch, whole), "out_specs": (batch, batch)}
+    sharded = jax.shard_map(run, mesh=mesh, **specs)
+    sharded = jax.jit(sharded) if compiled else sharded
+    args = rng.normal(size=(4, 3, 3, 5)).astype(np.float32), jnp.float32(0.03)
+    assert_trees_close(sharded(*args), run(*args))
+
+    def gradient(function):
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args)[1])), (0, 1))(*args)
 
     assert_trees_close(gradient(sharded), gradient(run), rtol=1e-5, atol=1e-4)
 

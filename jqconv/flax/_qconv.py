@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from jqconv import _reference
 from jqconv._algorithm import AlgorithmLike, ConvAlgorithms
 from jqconv._conv import as_grad_dtype, conv2d
-from jqconv._qtensor import QTensor, quantize
+from jqconv._epilogue import activate_and_quantize
+from jqconv._qtensor import QTensor
 from jqconv._spec import FLOAT_DTYPES, Activation, as_padding, as_pair
 from jqconv.flax._frozen import as_floats_or_codes, flat, freezing, steps, unflat
 from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale, magnitude
@@ -222,15 +223,16 @@ class QConv(nnx.Conv):
 
     def _in_float(self, inputs: Any, residual: Any, out_sharding: Any) -> jax.Array:
         x = _as_float(inputs)
-        y = self._after(super().__call__(x, out_sharding=out_sharding), residual)
+        v = self._before_activation(super().__call__(x, out_sharding=out_sharding), residual)
+        y = _reference.activate(self.activation, v)
         if self.mode == "observe":
             self._observe(x, y)
         if self.mode == "compare":
             self._compare(x, residual, y)
         return y
 
-    def _after(self, v: jax.Array, residual: Any) -> jax.Array:
-        """Return what follows the convolution, in float."""
+    def _before_activation(self, v: jax.Array, residual: Any) -> jax.Array:
+        """Return what stands between the convolution and the activation, in float."""
         if self.norm is not None:
             v = self.norm(v)
         if residual is not None:
@@ -240,7 +242,7 @@ class QConv(nnx.Conv):
                     f"{v.shape}: broadcast it"
                 )
             v = v + _as_float(residual).astype(v.dtype)
-        return _reference.activate(self.activation, v)
+        return v
 
     def _observe(self, x: jax.Array, y: jax.Array) -> None:
         x, y = jax.lax.stop_gradient((x, y))
@@ -262,8 +264,11 @@ class QConv(nnx.Conv):
             return self._conv2d(
                 x, residual=residual, out_scale=out_scale, activation=self.activation
             )
-        y = self._after(jnp.asarray(self._conv2d(x)), residual)
-        return y if out_scale is None else quantize(y, out_scale)
+        v = self._before_activation(jnp.asarray(self._conv2d(x)), residual)
+        if out_scale is None:
+            return _reference.activate(self.activation, v)
+        codes, view = activate_and_quantize(self.activation, v, out_scale)
+        return QTensor(codes, out_scale, fq=view)
 
     def _conv2d(self, x: QTensor | jax.Array, **epilogue: Any) -> QTensor | jax.Array:
         is_float = epilogue.get("out_scale") is None
