@@ -353,8 +353,25 @@ def absmax_scale(x: ArrayLike, *, channel_axis: int | None = None) -> jax.Array:
             raise ValueError(f"channel_axis={channel_axis} is no axis of an array of rank {rank}")
         kept %= rank
     axes = tuple(axis for axis in range(rank) if axis != kept)
-    magnitude = jnp.abs(jax.lax.stop_gradient(array)).astype(jnp.float32)
-    scale = jnp.max(magnitude, axis=axes, initial=0.0) / 127.0
+    return scale_from(magnitude(jax.lax.stop_gradient(array), axes))
+
+
+def magnitude(x: ArrayLike, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """Return the largest magnitude over axes, all by default; 0 of nothing, NaN where one is.
+
+    Bits are compared, whose order as integers is that of magnitudes with NaN above all: XLA's
+    maximum of floats loses NaNs on a CPU.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x).astype(jnp.float32), jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=axes, initial=0), jnp.float32)
+
+
+def scale_from(limit: jax.Array) -> jax.Array:
+    """Return the scale that gives a magnitude the code 127; 1 where it would be no normal number.
+
+    Of a NaN it is NaN.
+    """
+    scale = limit / 127
     return jnp.where(scale < _TINY, 1.0, scale)
 
 

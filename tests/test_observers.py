@@ -48,6 +48,13 @@ def test_percentile_is_that_of_all_magnitudes(rng, percent):
     assert abs(observe(Percentile(percent), batches) * 127 - want) <= bin_width * 1.001
 
 
+def test_the_whole_of_many_values_has_the_one_that_is_large():
+    observer = Percentile(100)
+    state = observer.update(observer.init(), jnp.full(2**25, 0.001))
+    state = observer.update(state, jnp.array([1000.0]))
+    assert float(observer.limit(state)) >= 1000
+
+
 def squared_error(values, scale):
     codes = np.clip(np.round(values / scale), -127, 127)
     return np.sum((values - codes * scale) ** 2)
@@ -86,10 +93,16 @@ def test_nothing_to_see_gives_scale_1(name, batches):
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-@pytest.mark.parametrize("size", [1e-20, 1e-3, 1e4, 1e20])
+@pytest.mark.parametrize("size", [2e-36, 1e-20, 1e-3, 1e4, 1e20, 4e37])
 def test_any_magnitude_will_do(rng, name, size):
     scale = observe(as_observer(name), [np.clip(rng.normal(size=1000), -2, 2) * size])
     assert 0.5 * size < scale * 127 < 2.01 * size
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_next_to_nothing_gives_scale_1(name):
+    """Its scale would be 0 to XLA, and the logarithm of that no parameter."""
+    assert observe(as_observer(name), [np.full(10, 1e-37)]) == 1
 
 
 @pytest.mark.parametrize("name", OBSERVERS)

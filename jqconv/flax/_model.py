@@ -18,6 +18,9 @@ from jqconv.flax._frozen import Freezing, Int8Conv, freezing
 from jqconv.flax._qconv import Mode, QConv, check_mode
 from jqconv.flax._walk import modules, name_of, replace, state_kept, watching
 
+#: Magnitudes of activations between which float32 holds their scales, and those times a kernel's.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
 # --- reports --------------------------------------------------------------------------------------
 
 
@@ -232,17 +235,17 @@ def calibrate(
     if _run_in(model, "observe", bar, call) == 0:
         raise ValueError("there are no batches to calibrate with")
     largest = {name: np.asarray(layer.largest[...]) for name, layer in layers.items()}
-    wild = [name for name, magnitudes in largest.items() if not np.isfinite(magnitudes).all()]
+    wild = [name for name, magnitudes in largest.items() if not (magnitudes <= _LARGEST).all()]
     if wild:
         raise ValueError(
-            f"values that are not finite reached {', '.join(wild)} during calibration: find the "
-            "NaN or infinity in the batches or the parameters"
+            f"values that are not finite (or beyond {_LARGEST:.0e}) reached {', '.join(wild)} "
+            "during calibration: find the NaN or infinity in the batches or the parameters"
         )
-    idle = [name for name, magnitudes in largest.items() if magnitudes[0] == 0]
+    idle = [name for name, (of_input, _) in largest.items() if of_input <= _SMALLEST]
     if idle:
         raise ValueError(
-            f"no values reached {', '.join(idle)} during calibration (or only zeros): call "
-            "the model so that every QConv runs, or take those out"
+            f"no values reached {', '.join(idle)} during calibration (or only zeros, or next to "
+            "it): call the model so that every QConv runs, or take those out"
         )
     for layer in layers.values():
         layer.set_scales()

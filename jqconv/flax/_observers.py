@@ -13,6 +13,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jqconv._qtensor import magnitude, scale_from
+
 #: Bins of a histogram of magnitudes, and how many clipping points are tried for the least error.
 _BINS, _CANDIDATES = 2048, 100
 
@@ -33,9 +35,8 @@ class Observer(abc.ABC):
         """Return the magnitude that is to get code 127; 0 if only zeros, or nothing, were seen."""
 
     def scale(self, state: jax.Array) -> jax.Array:
-        """Return the scale: 1 if only zeros, or nothing, were seen."""
-        limit = self.limit(state)
-        return jnp.where(limit > 0, limit / 127, 1.0)
+        """Return the scale: 1 if nothing was seen, or nothing but zeros or next to it."""
+        return scale_from(self.limit(state))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +98,7 @@ class _Histogram(Observer):
     def update(self, state: jax.Array, x: jax.Array) -> jax.Array:
         """Return the state after `x`."""
         before, counts = state[0], state[1:]
-        largest = magnitude(x)
-        needed = jnp.where(largest > 0, jnp.exp2(jnp.ceil(jnp.log2(largest))), 0.0)
-        after = jnp.maximum(before, needed)
+        after = jnp.maximum(before, _power_of_two(magnitude(x)))
         # Each bin of the old range falls into one bin of a range that is 2**n times as wide.
         ratio = jnp.where(before > 0, after / before, 1.0)
         merged = jnp.zeros(_BINS).at[(_upto(_BINS) / ratio).astype(int)].add(counts)
@@ -128,10 +127,12 @@ class Percentile(_Histogram):
 
     def limit(self, state: jax.Array) -> jax.Array:
         """Return the upper edge of the bin that the percentile falls into."""
-        below = jnp.cumsum(state[1:])
-        index = jnp.argmax(below >= below[-1] * (self.percent / 100))
-        edge = state[0] * (index.astype(jnp.float32) + 1) / _BINS
-        return jnp.where(below[-1] > 0, edge, 0.0)
+        # Counted from above: beside all the small values float32 would not notice a few large ones.
+        above = jnp.cumsum(jnp.append(state[1:], 0.0)[::-1])[::-1]
+        total = above[0]
+        index = jnp.argmax(above[1:] <= total * (1 - self.percent / 100))
+        edge = state[0] * ((index.astype(jnp.float32) + 1) / _BINS)
+        return jnp.where(total > 0, edge, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +148,8 @@ class MSE(_Histogram):
         largest = jnp.max(jnp.where(counts > 0, edges, 0.0))
         limits = largest * (_upto(_CANDIDATES) + 1) / _CANDIDATES
         steps = jnp.where(limits > 0, limits / 127, 1.0)[:, None]
-        codes = jnp.clip(jnp.round(centers / steps), 0, 127)
-        errors = jnp.sum(counts * (centers - codes * steps) ** 2, axis=1)
+        codes = jnp.clip(jnp.round(centers[None] / steps), 0, 127)
+        errors = jnp.sum(counts[None] * (centers[None] - codes * steps) ** 2, axis=1)
         return state[0] * limits[jnp.argmin(errors)]
 
 
@@ -202,6 +203,8 @@ def _upto(n: int) -> jax.Array:
     return jnp.arange(n, dtype=jnp.float32)
 
 
-def magnitude(x: jax.Array) -> jax.Array:
-    """Return the largest magnitude in `x`; 0 if it is empty."""
-    return jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32)
+def _power_of_two(x: jax.Array) -> jax.Array:
+    """Return the least power of two that is no less than `x`; 0 of 0."""
+    # Not by exp2, which XLA rounds.
+    fraction, exponent = jnp.frexp(x)
+    return jnp.where(fraction == 0.5, x, jnp.ldexp(jnp.sign(x), exponent))

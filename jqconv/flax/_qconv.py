@@ -17,10 +17,10 @@ from jqconv import _reference
 from jqconv._algorithm import AlgorithmLike, ConvAlgorithms
 from jqconv._conv import as_grad_dtype, conv2d
 from jqconv._epilogue import activate_and_quantize
-from jqconv._qtensor import QTensor
+from jqconv._qtensor import QTensor, magnitude
 from jqconv._spec import FLOAT_DTYPES, Activation, as_padding, as_pair
 from jqconv.flax._frozen import as_floats_or_codes, flat, freezing, steps, unflat
-from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale, magnitude
+from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale
 from jqconv.flax._state import Quant, StepSize, scale_of, set_scale
 
 Mode: TypeAlias = Literal["float", "observe", "train", "compare"]
@@ -181,7 +181,7 @@ class QConv(nnx.Conv):
         self.x_seen = Quant(self.observer.init())
         self.out_seen = Quant(self.observer.init())
         self.largest = Quant(jnp.zeros(2))  # magnitudes of input and output
-        self.sqnr = Quant(jnp.zeros(2))  # sums of squares: of the output, of the error
+        self.sqnr = Quant(jnp.zeros(2))  # sums of squares, of output and error
 
     def __call__(
         self,
@@ -254,8 +254,10 @@ class QConv(nnx.Conv):
 
     def _compare(self, x: jax.Array, residual: Any, y: jax.Array) -> None:
         q = self._quantized(flat(x), None if residual is None else flat(residual))
-        error = _as_float(unflat(q, x.shape[:-3])).astype(jnp.float32) - y.astype(jnp.float32)
-        squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in (y, error)]
+        # In steps of the output: the squares of small or large values would leave float32.
+        step = scale_of(self.out_scale)
+        y, q = (a.astype(jnp.float32) / step for a in (y, _as_float(unflat(q, x.shape[:-3]))))
+        squares = [jnp.sum(jnp.square(a)) for a in (y, q - y)]
         self.sqnr[...] = self.sqnr[...] + jnp.stack(squares)
 
     def _quantized(self, x: QTensor | jax.Array, residual: Any) -> QTensor | jax.Array:
