@@ -1140,6 +1140,88 @@ def test_what_can_be_folded_is_where_something_else_cannot():
     np.testing.assert_allclose(model(x), want, rtol=1e-4, atol=1e-4)
 
 
+def test_what_folds_is_the_same_before_and_after_training():
+    """A new BatchNorm changes nothing, wherever it is folded, and a checkpoint would not fit."""
+    model = Preactivated()
+    for norm in (model.norm_of_stem, model.inner):
+        norm.mean[...], norm.var[...] = jnp.zeros(8), jnp.ones(8)
+        norm.bias[...], norm.scale[...] = jnp.zeros(8), jnp.ones(8)
+    model.inner.scale[...] = jnp.zeros(8)  # as the last one of a residual branch often starts
+    state = nnx.state(model)
+    rows = [(name, into) for name, into, _ in jf.fold_batch_norm(model, images()).rows]
+    assert rows == [("norm_of_stem", ""), ("inner", "first")]
+    trained = Preactivated()
+    assert [row[:2] for row in jf.fold_batch_norm(trained, images()).rows] == rows
+    kept = nnx.state(model)["norm_of_stem"]
+    jax.tree.map(np.testing.assert_array_equal, kept, state["norm_of_stem"])
+
+
+def two_outputs(**options):
+    """A convolution without a norm, and one with a norm that multiplies by a million."""
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.plain, self.conv = conv(0), conv(1, **options)
+            self.norm = nnx.BatchNorm(8, epsilon=1e-14, rngs=nnx.Rngs(0))
+            self.norm.var[...] = jnp.full(8, 1e-12)
+            self.eval()
+
+        def __call__(self, x):
+            return self.plain(x), self.norm(self.conv(x)), "a name"
+
+    return Two()
+
+
+@jax.numpy_dtype_promotion("standard")  # as nnx.Conv mixes dtypes
+@pytest.mark.parametrize("shape", [(1, 4, 4, 8), (4, 16, 16, 8)])
+def test_a_kernel_that_would_overflow_is_not_folded(shape):
+    x, model = images(shape=shape), two_outputs(param_dtype=jnp.float16)
+    want = model(x)[1]
+    ((_, into, why),) = jf.fold_batch_norm(model, x).rows
+    assert not into
+    assert "leave their dtype" in why
+    np.testing.assert_array_equal(model(x)[1], want)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_bf16_parameters_fold():
+    model, x = two_outputs(param_dtype=jnp.bfloat16), images()
+    want = model(x)[1]
+    ((_, into, _),) = jf.fold_batch_norm(model, x).rows
+    assert into == "conv"
+    assert decibels(want, model(x)[1]) > 40
+
+
+def test_an_example_that_gives_nan_is_none():
+    with pytest.raises(ValueError, match="NaN for the example"):
+        jf.fold_batch_norm(two_outputs(), images(shape=(4, 16, 16, 8)).at[0, 0, 0, 0].set(np.nan))
+
+
+def test_a_model_that_raises_while_it_is_folded_is_as_before():
+    class Fails(Twice):
+        def __call__(self, x):
+            if not isinstance(self.norm, nnx.BatchNorm):
+                raise RuntimeError("no")
+            return super().__call__(x)
+
+    model = Fails()
+    want, state = model(images()), nnx.state(model)
+    with pytest.raises(RuntimeError, match="no"):
+        jf.fold_batch_norm(model, images())
+    np.testing.assert_array_equal(model(images()), want)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), state)
+
+
+def test_a_norm_out_of_sight_says_so():
+    class Hidden(Twice):
+        def __call__(self, x):
+            return nnx.jit(lambda norm, x: norm(x))(self.norm, self.conv(x))
+
+    ((_, into, why),) = jf.fold_batch_norm(Hidden(), images()).rows
+    assert not into
+    assert "nnx.jit" in why
+
+
 def test_a_norm_that_two_layers_own_stays():
     norm = with_statistics(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
     layers = [jf.QConv(8, 8, (3, 3), norm=norm, rngs=nnx.Rngs(i)) for i in range(2)]
@@ -1260,6 +1342,22 @@ def test_folded_and_frozen_it_computes_what_it_was_trained_to():
     jf.freeze(model, x)
     np.testing.assert_array_equal(model(x).values, trained.values)
     assert decibels(want, floats(trained)) > 25
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_layers_of_one_scale_fold_before_calibration(own):
+    x, layer = images(), normed_layer(per_channel=False)
+    model = nnx.Sequential(layer)
+    if not own:
+        layer.norm, norm, layer.activation = None, layer.norm, None
+        model = nnx.Sequential(layer, norm)
+    model.eval()
+    want = model(x)
+    jf.fold_batch_norm(model, x)
+    np.testing.assert_allclose(model(x), want, rtol=1e-4, atol=1e-4)
+    jf.calibrate(model, [x], progress=False)
+    jf.freeze(model, x)
+    assert decibels(want, model(x)) > 25
 
 
 def test_folding_after_calibration_keeps_the_codes_or_says_why_not():

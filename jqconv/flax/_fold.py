@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jqconv._qtensor import QTensor
+from jqconv._qtensor import QTensor, magnitude, over_last
 from jqconv._table import Table
 from jqconv.flax._model import qconvs
 from jqconv.flax._qconv import QConv
@@ -58,8 +61,9 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
     Raises
     ------
     ValueError
-        If a BatchNorm uses the batch's statistics, or the model returns no floats to check by for
-        the example, or others each time.
+        If a BatchNorm uses the batch's statistics, a convolution has one scale for all channels
+        already, or the model returns no floats to check by for the example, NaN, or others each
+        time.
 
     Examples
     --------
@@ -80,7 +84,6 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
                 f"{name} uses the statistics of the batch; put the model into evaluation first, "
                 "with model.eval()"
             )
-    _check_scales(named)
     owners = {id(m.norm): m for m in named.values() if isinstance(m, QConv) and m.norm is not None}
     watched = [m for m in named.values() if isinstance(m, nnx.Conv | nnx.BatchNorm)]
 
@@ -89,43 +92,94 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
         with jax.default_matmul_precision("highest"):
             return model(*example, **kwargs)
 
-    with watching(module for module in watched if id(module) not in owners) as calls:
-        before = run()
-    if not any(leaf.size for leaf in _floats(before)):
-        raise ValueError(
-            "the model returns no floats for the example, by which to check that folding changes "
-            "nothing: give one of at least one image, of a model that returns logits"
-        )
-    found = {
-        name: (owners[id(norm)], "") if id(norm) in owners else _conv_before(norm, calls)
-        for name, norm in norms.items()
-    }
-    pairs = [(conv, norms[name]) for name, (conv, _) in found.items() if conv is not None]
-    rounding = _rounding(model, before, calls)
-    changes = _fold_all(model, pairs, lambda: _difference(before, run()) / rounding)
+    with _telling(norms.values()):
+        with watching(module for module in watched if id(module) not in owners) as calls:
+            before = run()
+        _check_comparable(before)
+        found = {
+            name: (owners[id(norm)], "") if id(norm) in owners else _conv_before(norm, calls)
+            for name, norm in norms.items()
+        }
+        foldings = [_Folding(conv, norms[n]) for n, (conv, _) in found.items() if conv is not None]
+        _check_scales(foldings, convs)
+        rounding = _rounding(model, foldings, before, calls)
+        changes = _changes(model, foldings, before, run, rounding)
+    foldings = [folding for folding in foldings if id(folding.norm) not in changes]
+    changes |= _changes(model, foldings, run(), run, rounding)
+    for folding in foldings:
+        if id(folding.norm) not in changes:
+            folding.do(model)
     rows = []
     for name, (conv, why) in found.items():
         if (change := changes.get(id(norms[name]))) is not None:
-            conv, why = None, f"{_ELSEWHERE} (off by {change:.0f} times what rounding does)"
+            conv, why = None, _reason(change)
         rows.append((name, "" if conv is None else convs[id(conv)], why))
     return Table(("batch norm", "folded into", "why"), tuple(rows))
 
 
-_ELSEWHERE = "the model would compute something else: does the convolution's output go elsewhere?"
+def _reason(change: float) -> str:
+    if not math.isfinite(change):
+        return "a number of the folded kernel or bias would leave their dtype"
+    return (
+        "the model would compute something else: does the convolution's output go elsewhere? "
+        f"(off by {change:.0f} times what rounding does)"
+    )
 
 
-def _check_scales(named: dict[str, nnx.Module]) -> None:
-    for name, module in named.items():
-        if isinstance(module, QConv) and module.mode == "train" and not module.per_channel:
+@contextlib.contextmanager
+def _telling(norms: Iterable[nnx.BatchNorm]) -> Iterator[None]:
+    """Give BatchNorms numbers, for the scope, by which a wrong folding shows.
+
+    One that was not trained multiplies by 1, or by 0, and could be folded anywhere: a model would
+    fold otherwise before its checkpoint is restored than after. Here every channel is scaled, by
+    turns down and up, so that a deep network keeps its magnitudes.
+    """
+    norms = list(norms)
+    variables: list[Any] = [norm.var for norm in norms]
+    variables += [norm.scale for norm in norms if norm.scale is not None]
+    before = [variable[...] for variable in variables]
+    try:
+        for norm in norms:
+            var = norm.var[...]
+            turns = jnp.where(jnp.arange(var.shape[-1]) % 2, 0.8, 1.2)
+            norm.var[...] = ((var + norm.epsilon) / turns**2 - norm.epsilon).astype(var.dtype)
+            if norm.scale is not None:
+                norm.scale[...] = jnp.where(norm.scale[...] == 0, 1, norm.scale[...])
+        yield
+    finally:
+        for variable, numbers in zip(variables, before, strict=True):
+            variable[...] = numbers
+
+
+def _check_comparable(output: Any) -> None:
+    floats = _floats(output)
+    if not any(leaf.size for leaf in floats):
+        raise ValueError(
+            "the model returns no floats for the example, by which to check that folding changes "
+            "nothing: give one of at least one image, of a model that returns logits"
+        )
+    if any(bool(jnp.isnan(leaf).any()) for leaf in floats):
+        raise ValueError(
+            "the model returns NaN for the example, by which nothing can be checked: find it in "
+            "the example or the parameters"
+        )
+
+
+def _check_scales(foldings: Iterable[_Folding], names: Mapping[int, str]) -> None:
+    for folding in foldings:
+        conv = folding.conv
+        if isinstance(conv, QConv) and not conv.per_channel and conv.has_scales:
             raise ValueError(
-                f"{name} has one scale for all channels of its kernel, which folding would make "
-                "differ: fold before calibrating, or use per_channel=True"
+                f"{names[id(conv)]} has one scale for all channels of its kernel, which folding "
+                "would make differ: fold before calibrating, or use per_channel=True"
             )
 
 
 def _conv_before(norm: nnx.BatchNorm, calls: list[Watched]) -> tuple[nnx.Conv | None, str]:
     """Return the convolution that `norm` can be folded into; None and why where there is none."""
     given = [call.x for call in calls if call.module is norm]
+    if not given:
+        return None, "the example does not reach it, or inside nnx.jit, nnx.remat or nnx.scan"
     if len(given) != 1:
         return None, f"called {len(given)} times"
     (x,) = given
@@ -169,35 +223,50 @@ class _Folding:
             self.owner.norm = self.norm
 
 
-def _fold_all(
-    model: nnx.Module, pairs: list[tuple[nnx.Conv, nnx.BatchNorm]], off: Callable[[], float]
+def _changes(
+    model: nnx.Module,
+    foldings: Sequence[_Folding],
+    before: Any,
+    run: Callable[[], Any],
+    rounding: float,
 ) -> dict[int, float]:
-    """Fold all, or all that leave the model as it is; return by the id of the norm what others do.
+    """Return by the id of its norm how far each folding that changes the model takes it.
 
-    `off` tells how far the model is from what it was, in units of rounding.
+    That is from `before`, what the model returns, in units of `rounding`. It is left as it is.
     """
-    foldings = [_Folding(conv, norm) for conv, norm in pairs]
-    if _attempt(model, foldings, off) <= 1:
+    done: list[_Folding] = []
+
+    def off(*more: _Folding) -> float:
+        for folding in more:
+            done.append(folding)
+            folding.do(model)
+        return _difference(before, run()) / rounding
+
+    def undo(count: int) -> None:
+        for _ in range(count):
+            done.pop().undo(model)
+
+    if not foldings:
         return {}
-    if not off() <= 1:
-        raise ValueError(
-            "the model returns something else each time, so that nothing shows whether folding "
-            "changes it: put it into evaluation, with model.eval(), to turn Dropout off"
-        )
-    # Some convolution's output goes elsewhere too: find out whose.
-    changes = {id(folding.norm): _attempt(model, [folding], off) for folding in foldings}
-    return {norm: change for norm, change in changes.items() if not change <= 1}
-
-
-def _attempt(model: nnx.Module, foldings: list[_Folding], off: Callable[[], float]) -> float:
-    """Fold, and take it back if the model is off by more than rounding; return by how much."""
-    for folding in foldings:
-        folding.do(model)
-    change = off()
-    if not change <= 1:
-        for folding in reversed(foldings):
-            folding.undo(model)
-    return change
+    try:
+        if off(*foldings) <= 1:
+            return {}
+        undo(len(done))
+        if not off() <= 1:
+            raise ValueError(
+                "the model returns something else each time, so that nothing shows whether folding "
+                "changes it: put it into evaluation, with model.eval(), to turn Dropout off"
+            )
+        # Some convolution's output goes elsewhere too: find out whose.
+        changes = {}
+        for folding in foldings:
+            change = off(folding)
+            if not change <= 1:
+                changes[id(folding.norm)] = change
+                undo(1)
+        return changes
+    finally:
+        undo(len(done))
 
 
 def _fold(conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
@@ -206,21 +275,24 @@ def _fold(conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
     factor = scale * jax.lax.rsqrt(norm.var[...].astype(jnp.float32) + norm.epsilon)
     kernel = conv.kernel[...]
     bias = jnp.zeros(()) if conv.bias is None else conv.bias[...].astype(jnp.float32)
-    conv.kernel[...] = (kernel.astype(jnp.float32) * factor).astype(kernel.dtype)
-    if isinstance(conv, QConv):  # its codes stay what they are, or become 0
+    folded = kernel.astype(jnp.float32) * over_last(factor, kernel.ndim)
+    conv.kernel[...] = folded.astype(kernel.dtype)
+    if isinstance(conv, QConv) and conv.per_channel:  # its codes stay what they are, or become 0
         rescale = jnp.where(factor == 0, 1.0, jnp.abs(factor))
         set_scale(conv.kernel_scale, scale_of(conv.kernel_scale) * rescale)
     # A variable of its own: the one that there was may be kept elsewhere, to take this back.
-    folded = (bias - norm.mean[...].astype(jnp.float32)) * factor + shift
-    conv.bias = nnx.data(nnx.Param(folded.astype(kernel.dtype)))
+    bias = (bias - norm.mean[...].astype(jnp.float32)) * factor + shift
+    conv.bias = nnx.data(nnx.Param(bias.astype(kernel.dtype)))
     conv.use_bias = True
 
 
-def _rounding(model: nnx.Module, before: Any, calls: list[Watched]) -> float:
+def _rounding(
+    model: nnx.Module, foldings: Iterable[_Folding], before: Any, calls: list[Watched]
+) -> float:
     """Return how far apart two ways to compute the same may be: by the coarsest dtype in it."""
     if any(layer.mode == "train" for layer in qconvs(model).values()):
         return 5e-2  # codes may move at ties
-    arrays = _floats((before, [call.y for call in calls]))
+    arrays = _floats((before, [call.y for call in calls], [f.kernel for f in foldings]))
     return max(_ROUNDING.get(array.dtype.name, 5e-2) for array in arrays)
 
 
@@ -230,16 +302,19 @@ def _difference(before: Any, after: Any) -> float:
     def of(a: jax.Array, b: jax.Array) -> float:
         finite = jnp.isfinite(a)
         a, b = (jnp.where(finite | (a != b), x.astype(jnp.float32), 0.0) for x in (a, b))
-        largest = jnp.max(jnp.where(finite, jnp.abs(a), 0.0), initial=0.0)
-        off = jnp.max(jnp.abs(a - b), initial=0.0)
+        largest, off = magnitude(jnp.where(finite, a, 0.0)), magnitude(a - b)
         return float(jnp.where(off == 0, 0.0, off / largest))
 
     pairs = zip(_floats(before), _floats(after), strict=True)
-    return max(of(a, b) for a, b in pairs if a.size)
+    return float(np.max([of(a, b) for a, b in pairs if a.size]))  # NaN where one is
 
 
 def _floats(tree: Any) -> list[jax.Array]:
     """Return the float arrays of a tree, and QTensors as such."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    arrays = [x.dequantize() if isinstance(x, QTensor) else jnp.asarray(x) for x in leaves]
-    return [array for array in arrays if jnp.issubdtype(array.dtype, jnp.floating)]
+    arrays = [x.dequantize() if isinstance(x, QTensor) else x for x in leaves]
+    return [jnp.asarray(x) for x in arrays if _is_float(x)]
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, float) or jnp.issubdtype(getattr(x, "dtype", int), jnp.floating)
