@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import operator
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.export
@@ -79,6 +79,7 @@ class QTensor:
     ) -> None:
         self.values, self.scale, self.zero_point, self.fq = values, scale, zero_point, fq
         if _is_placeholder(values, scale):
+            self.fq = values if fq is None else fq  # a view goes where its codes go
             return
         self.values = as_array(values, "values")
         if self.values.dtype.name not in CODE_RANGE:
@@ -119,6 +120,15 @@ class QTensor:
             return jnp.asarray(self.fq, dtype)
         codes = jnp.asarray(self.values).astype(jnp.float32) - (self.zero_point or 0)
         return (codes * over_last(self.scale, self.ndim)).astype(dtype)
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: functions of arrays would take codes for numbers."""
+        raise TypeError(
+            "a QTensor is no array: use the functions of jqconv and jqconv.nn, or its floats, "
+            "dequantize(), or its codes, values"
+        )
+
+    __jax_array__ = __array__
 
     def __repr__(self) -> str:
         if not hasattr(self.values, "dtype"):  # a tree of axes, specs or shapes, not of arrays
@@ -392,7 +402,9 @@ def check_holds_arrays(value: QTensor | PackedKernel, name: str) -> None:
 def as_array(value: ArrayLike, name: str) -> Any:
     """Return `value` as something with a shape and a dtype, without moving it to a device."""
     if isinstance(value, QTensor | PackedKernel):
-        raise TypeError(f"{name} is a {type(value).__name__}, expected a plain array")
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, expected a plain array, such as its values"
+        )
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return value
     if isinstance(value, bool | int | float | list | tuple):

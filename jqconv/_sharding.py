@@ -23,3 +23,9 @@ def equally_varying(operands: Any) -> Any:
         for array, axes in zip(arrays, varying, strict=True)
     ]
     return jax.tree_util.tree_unflatten(tree, cast)
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    """Return `x` whole on every device, where mesh axes are explicit; what follows need not say."""
+    explicit = jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec()) if explicit else x

@@ -391,9 +391,9 @@ def as_padding(
 def _named_padding(
     name: str, size: Sequence[int], window: Sequence[int], strides: Pair, dilation: Pair
 ) -> Padding:
-    if name == "VALID":
+    if name.upper() == "VALID":
         return (0, 0), (0, 0)
-    if name != "SAME":
+    if name.upper() != "SAME":
         raise ValueError(f"padding={name!r} is unknown; use 'SAME', 'VALID', an int or pairs")
 
     def same(axis: int) -> Pair:

@@ -1,5 +1,7 @@
 """QConv and the road from a float model to an int8 one."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ SAME_OPTIONS = {
     "strides None": ((3, 3), {"strides": None}),
     "uneven": ((3, 2), {"strides": (2, 1), "kernel_dilation": (1, 2)}),
     "valid": ((3, 3), {"padding": "VALID"}),
+    "same": ((3, 3), {"padding": "same"}),
     "padding 1": ((3, 3), {"padding": 1}),
     "padding of each side": ((3, 3), {"padding": ((2, 0), (1, 3))}),
     "padding mixed": ((3, 3), {"padding": [1, (0, 2)]}),
@@ -116,12 +119,19 @@ def test_parameters_are_those_of_nnx_conv():
         ({"feature_group_count": 3}, "feature_group_count=3 must divide"),
         ({"feature_group_count": 0}, "feature_group_count=0 must divide"),
         ({"padding": -1}, "padding=-1 must be at least 0"),
+        ({"norm": nnx.BatchNorm(8, rngs=nnx.Rngs(0))}, "norm is of 8 features, expected .*12"),
         ({"kernel_dilation": (1, 0)}, "kernel_dilation"),
     ],
 )
 def test_what_it_does_not_do_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         jf.QConv(8, 12, **({"kernel_size": (3, 3)} | options), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("norm", [5, "batch", nnx.BatchNorm])
+def test_what_is_no_norm_is_refused(norm):
+    with pytest.raises(TypeError, match=r"norm must be a flax\.nnx\.Module"):
+        jf.QConv(8, 12, (3, 3), norm=norm, rngs=nnx.Rngs(0))
 
 
 def test_activation_and_residual_are_part_of_the_layer():
@@ -548,6 +558,45 @@ def test_layers_in_plain_containers_are_layers():
     assert isinstance(model.paired, tuple)
 
 
+Pair = collections.namedtuple("Pair", "first second")
+
+
+class Paired(nnx.Module):
+    def __init__(self):
+        self.convs = nnx.data(Pair(conv(0), conv(1)))
+
+    def __call__(self, x):
+        return self.convs.second(self.convs.first(x))
+
+
+def test_layers_in_a_namedtuple_stay_in_one():
+    model, x = Paired(), images()
+    jf.quantize(model)
+    jf.calibrate(model, [x], progress=False)
+    jf.freeze(model, x)
+    assert isinstance(model.convs.first, jf.Int8Conv)
+    assert decibels(Paired()(x), model(x)) > 25
+
+
+class Aliased(nnx.Module):
+    """One layer under two names, the later one first by the alphabet."""
+
+    def __init__(self):
+        self.shared = conv()
+        self.alias = self.shared
+
+    def __call__(self, x):
+        return self.alias(self.shared(x))
+
+
+def test_a_layer_in_two_places_has_one_name_everywhere():
+    model, x = Aliased(), images()
+    reported = [name for name, _, _ in jf.quantize(model).rows]
+    jf.calibrate(model, [x], progress=False)  # after nnx.jit the attributes are sorted
+    assert list(jf.sensitivity(model, [x]).sqnr) == list(jf.qconvs(model)) == reported
+    assert jf.quantize(Aliased(), skip=reported).rows[0][1] == "float"
+
+
 @pytest.mark.parametrize(
     "layer", [conv(), jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))], ids=["nnx.Conv", "QConv"]
 )
@@ -673,7 +722,7 @@ def test_a_kernel_that_is_made_anew_stays_in_float():
     ]
 
 
-@pytest.mark.parametrize("step", [jf.quantize, jf.freeze])
+@pytest.mark.parametrize("step", [jf.quantize, jf.freeze, jf.fold_batch_norm, jf.qconvs])
 def test_what_is_no_module_is_refused(step):
     with pytest.raises(TypeError, match=r"expected a flax\.nnx\.Module, got int"):
         step(3)
@@ -688,6 +737,10 @@ def test_wrong_options_are_no_reason_to_leave_layers_in_float():
         jf.quantize(Misnamed(), grad_dtype="int8")
     with pytest.raises(ValueError, match="algorithm='fast'"):
         jf.quantize(Misnamed(), algorithm="fast")
+    with pytest.raises(ValueError, match="activation belongs to one layer"):
+        jf.quantize(Misnamed(), activation="relu")
+    with pytest.raises(TypeError, match="no option 'padding'; they are output, observer"):
+        jf.quantize(Misnamed(), padding="VALID")
     with pytest.raises(TypeError, match=r"skip=\['stem'\]"):
         jf.quantize(Misnamed(), skip="stem")
 
@@ -751,6 +804,55 @@ def test_a_channel_of_next_to_nothing_trains_with_learned_scales():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.parametrize("step", [jf.calibrate, jf.sensitivity])
+def test_one_array_is_no_list_of_batches(step):
+    with pytest.raises(TypeError, match=r"\[images\]"):
+        step(calibrated(pair((3, 3))[0]), images())
+
+
+def test_a_model_of_one_layer_has_a_name():
+    layer = pair((3, 3))[0]
+    with pytest.raises(ValueError, match="the model has no scales yet"):
+        jf.sensitivity(layer, [images()])
+    jf.calibrate(layer, [images()], progress=False)
+    assert list(jf.sensitivity(layer, [images()]).sqnr) == ["the model"]
+
+
+@pytest.mark.parametrize("mode", ["float", "train", "int8"])
+def test_a_calibrated_model_is_tabulated(mode):
+    model = nnx.Sequential(pair((3, 3))[0])
+    if mode != "float":
+        jf.calibrate(model, [images()], progress=False)
+    if mode == "int8":
+        jf.freeze(model, images())
+    assert "layers/0" in nnx.tabulate(model, images())
+
+
+def test_the_road_needs_no_rank_promotion():
+    with jax.numpy_rank_promotion("raise"):
+        x, model = images(), nnx.Sequential(normed_layer(), conv(1))
+        model.eval()
+        jf.fold_batch_norm(model, x)
+        jf.quantize(model)
+        jf.calibrate(model, [x], progress=False)
+        jf.sensitivity(model, [x])
+        jf.freeze(model, x)
+        assert np.isfinite(model(x)).all()
+
+
+@OBSERVERS
+def test_images_on_a_mesh_of_explicit_axes_calibrate(observer):
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh(
+        (len(devices),), ("d",), (jax.sharding.AxisType.Explicit,), devices=devices
+    )
+    want = calibrated(jf.QConv(8, 8, (3, 3), observer=observer, rngs=nnx.Rngs(0)))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(images(), jax.NamedSharding(mesh, jax.P("d")))
+        got = calibrated(jf.QConv(8, 8, (3, 3), observer=observer, rngs=nnx.Rngs(0)), x=x)
+    np.testing.assert_allclose(got.layers[0].x_scale[...], want.layers[0].x_scale[...])
+
+
 def test_sensitivity_needs_scales_and_batches():
     model = nnx.Sequential(pair((3, 3))[0])
     with pytest.raises(ValueError, match=r"layers\.0 has no scales"):
@@ -805,6 +907,19 @@ def test_what_is_no_operand_is_refused(inputs, residual, said):
     layer = jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=said):
         layer(inputs, residual=residual)
+
+
+@pytest.mark.parametrize("mode", ["float", "train", "int8"])
+def test_an_operand_in_a_wrong_place_or_shape_is_named(mode):
+    model, x = nnx.Sequential(layer := pair((3, 3))[0]), images()
+    with pytest.raises(TypeError, match="a residual goes by its name"):
+        layer(x, x)
+    if mode != "float":
+        jf.calibrate(model, [x], progress=False)
+    if mode == "int8":
+        jf.freeze(model, x)
+    with pytest.raises(ValueError, match=r"\(\.\.\., H, W, C\), got \(6, 8\)"):
+        model.layers[0](x[0, 0])
 
 
 def test_there_are_no_other_modes():

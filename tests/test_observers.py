@@ -39,6 +39,12 @@ def test_moving_average_weighs_later_batches_more(rng):
     assert observe(MovingAverage(0.0), batches) == pytest.approx(largest[-1] / 127, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_an_empty_batch_says_nothing(rng, name):
+    batches, observer = draw(rng), as_observer(name)
+    assert observe(observer, [*batches, np.zeros((0, 3))]) == observe(observer, batches)
+
+
 @pytest.mark.parametrize("percent", [50, 99, 99.9, 100])
 def test_percentile_is_that_of_all_magnitudes(rng, percent):
     batches = draw(rng)
@@ -130,6 +136,8 @@ def test_a_kernel_has_one_scale_for_each_output_channel(rng):
         (lambda: Percentile(0), "percent=0"),
         (lambda: Percentile(101), "percent=101"),
         (lambda: as_observer("max"), "absmax, moving_average, percentile, mse"),
+        (lambda: as_observer(MSE), r"such as Percentile\(99\.9\)"),
+        (lambda: as_observer(["mse"]), "is unknown"),
     ],
 )
 def test_bad_options_are_named(make, said):

@@ -316,3 +316,17 @@ def test_placeholders_stand_for_arrays(rng):
     assert spec.values == jax.sharding.PartitionSpec("d")
     found = jax.vmap(lambda q: q.dequantize().sum(), in_axes=(QTensor(0, None),))(q)
     np.testing.assert_allclose(found, np.sum(q.values.astype(float) * 0.5, axis=1))
+
+
+def test_a_view_is_mapped_with_its_codes():
+    x = jnp.arange(12.0).reshape(3, 4)
+    rows = jax.vmap(lambda q: q.dequantize().sum(), in_axes=(QTensor(0, None),))
+    np.testing.assert_allclose(rows(jqconv.quantize(x, 0.1)), x.sum(1), rtol=1e-6)
+    grads = jax.grad(lambda x: rows(jqconv.quantize(x, 0.1))[1])(x)
+    np.testing.assert_array_equal(grads, jnp.zeros((3, 4)).at[1].set(1))
+
+
+@pytest.mark.parametrize("function", [np.asarray, jnp.asarray, jnp.sum, lambda q: jnp.ones(3) + q])
+def test_what_takes_arrays_says_that_a_qtensor_is_none(function):
+    with refused(TypeError, "dequantize()"):
+        function(QTensor(jnp.ones(3, jnp.int8), 0.5))

@@ -50,6 +50,8 @@ def test_same_padding_is_tensorflows(size, window, strides, dilation):
     ("given", "expected"),
     [
         ("VALID", ((0, 0), (0, 0))),
+        ("valid", ((0, 0), (0, 0))),
+        ("same", ((1, 1), (1, 1))),
         (1, ((1, 1), (1, 1))),
         ((1, 2), ((1, 1), (2, 2))),
         (((1, 2), (3, 4)), ((1, 2), (3, 4))),
@@ -61,7 +63,7 @@ def test_padding_forms(given, expected):
 
 
 @pytest.mark.parametrize(
-    "given", ["same", "REFLECT", -1, (1, -1), ((0, 1), (-1, 0)), (1, 2, 3), ((1, 2),), 1.5, None]
+    "given", ["reflect", "REFLECT", -1, (1, -1), ((0, 1), (-1, 0)), (1, 2, 3), ((1, 2),), 1.5, None]
 )
 def test_bad_padding_is_named(given):
     with pytest.raises((ValueError, TypeError), match="padding"):

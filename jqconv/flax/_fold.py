@@ -60,6 +60,8 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
 
     Raises
     ------
+    TypeError
+        If `model` is no module.
     ValueError
         If a BatchNorm uses the batch's statistics, a convolution has one scale for all channels
         already, or the model returns no floats to check by for the example, NaN, or others each

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jqconv._conv import as_int8, as_residual, qconv2d
 from jqconv._qtensor import PackedKernel, QTensor, quantize, to_ohwi
-from jqconv._spec import as_padding, as_pair
+from jqconv._spec import FLOAT_DTYPES, as_padding, as_pair
 from jqconv._vjp import with_zero_point
 from jqconv.flax._state import Quant, scale_of
 from jqconv.nn import reshape
@@ -73,7 +73,7 @@ class Int8Conv(nnx.Module):
         self.takes_codes = isinstance(x, QTensor)
         self.x_zero = as_int8(x)[1] if isinstance(x, QTensor) else 0
         self.takes_residual = _kind(residual, residual_scale)
-        self.out_dtype = jnp.dtype(jnp.int8 if is_int8 else layer.float_dtype(x))
+        self.out_dtype = jnp.dtype(jnp.int8 if is_int8 else float_dtype(layer, x))
         self.kernel = Quant(kernel)
         self.multiplier = Quant(multiplier * factor)
         bias = None if layer.bias is None else layer.bias[...].astype(jnp.float32)
@@ -209,14 +209,23 @@ freezing: contextvars.ContextVar[Freezing | None] = contextvars.ContextVar(
 
 def as_floats_or_codes(x: Any) -> QTensor | jax.Array:
     """Return images of integers as floats, as `flax.nnx.Conv` takes them; refuse what is none."""
-    if isinstance(x, QTensor):
-        return x
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(
             f"expected an array or a QTensor, got {type(x).__name__}; where batches are more than "
             "images, calibrate and sensitivity take call="
         )
+    if len(x.shape) < 3:
+        raise ValueError(f"expected an array of shape (..., H, W, C), got {tuple(x.shape)}")
+    if isinstance(x, QTensor):
+        return x
     return jnp.asarray(x, None if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32)
+
+
+def float_dtype(layer: QConv, x: QTensor | jax.Array) -> Any:
+    """Return the dtype of a float output, as the float layer has it: codes are of any float."""
+    own = layer.kernel[...].dtype
+    found = layer.dtype or (own if isinstance(x, QTensor) else jnp.result_type(x.dtype, own))
+    return found if jnp.dtype(found).name in FLOAT_DTYPES else jnp.float32
 
 
 def constant(x: QTensor | jax.Array) -> QTensor | jax.Array:

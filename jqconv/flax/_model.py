@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -85,6 +85,8 @@ def qconvs(model: nnx.Module) -> dict[str, QConv]:
 def set_mode(model: nnx.Module, mode: Mode) -> None:
     """Set the mode of every QConv in `model`; see :class:`QConv`.
 
+    Scales are not looked at: in mode ``"train"`` those of a new layer are 1.
+
     Raises
     ------
     ValueError
@@ -125,7 +127,8 @@ def quantize(
         Whether to leave the first or the last convolution that the model calls alone: they are
         often the most sensitive ones.
     **options
-        Those of QConv that quantization adds: `observer`, `per_channel`, `learned_scales`, ...
+        Those of QConv that all layers can have: `output`, `observer`, `kernel_observer`,
+        `per_channel`, `learned_scales`, `grad_dtype`, `algorithm`.
 
     Returns
     -------
@@ -135,14 +138,13 @@ def quantize(
     Raises
     ------
     TypeError
-        If `model` is no module, or `skip` is a str.
+        If `model` is no module, `skip` is a str, or there is no such option.
     ValueError
         If `model` is a convolution itself, a path in `skip` is no convolution of the model, an
         option is wrong, or the first or the last convolution is asked for without an example.
     """
     _check_contains(model)
-    if "norm" in options:
-        raise ValueError("norm belongs to one layer: write the model with QConv for it")
+    _check_options(options)
     QConv(1, 1, (1, 1), rngs=nnx.Rngs(0), **options)  # raises what is wrong with the options
     found = modules(model)
     convs: dict[str, Any] = {
@@ -152,7 +154,7 @@ def quantize(
     }
     if isinstance(skip, str):
         raise TypeError(f"skip={skip!r} is one str; give a collection of paths: skip=[{skip!r}]")
-    if not callable(skip) and (unknown := sorted(set(skip) - convs.keys())):
+    if not callable(skip) and (unknown := sorted(map(str, set(skip) - convs.keys()))):
         raise ValueError(
             f"skip names {', '.join(unknown)}, but the convolutions are {', '.join(convs)}"
         )
@@ -218,17 +220,21 @@ def calibrate(
     batches : iterable
         Inputs; a few hundred typical examples are enough.
     call : callable, optional
-        How to run the model on a batch; ``model(batch)`` by default.
+        How to run the model on a batch; ``model(batch)`` by default. It is compiled with
+        `nnx.jit`, so a batch holds arrays and nothing else.
     progress : bool, default True
         Whether to show a progress bar on stderr.
 
     Raises
     ------
+    TypeError
+        If `batches` is one array: images, not batches of them.
     ValueError
         If the model has no QConv, there are no batches, a layer was not reached or saw only zeros,
-        or values that are not finite reached one.
+        or values that are not finite, or beyond 1e30, reached one.
     """
     layers = _layers_of(model)
+    _check_batches(batches)
     for layer in layers.values():
         layer.forget()
     bar = tqdm(batches, desc="calibrating", unit="batch", disable=not progress)
@@ -277,6 +283,8 @@ def sensitivity(
 
     Raises
     ------
+    TypeError
+        If `batches` is one array: images, not batches of them.
     ValueError
         If the model has no QConv, a layer has no scales yet, or there are no batches.
     """
@@ -284,6 +292,7 @@ def sensitivity(
     fresh = [name for name, layer in layers.items() if not layer.has_scales]
     if fresh:
         raise ValueError(f"{', '.join(fresh)} has no scales yet: calibrate the model first")
+    _check_batches(batches)
     for layer in layers.values():
         layer.sqnr[...] = jnp.zeros(2)
     if _run_in(model, "compare", batches, call) == 0:
@@ -384,10 +393,36 @@ def _layers_of(model: nnx.Module) -> dict[str, QConv]:
     return layers
 
 
+#: What `quantize` gives to every layer; the rest belongs to one.
+_OPTIONS = (
+    "output",
+    "observer",
+    "kernel_observer",
+    "per_channel",
+    "learned_scales",
+    "grad_dtype",
+    "algorithm",
+)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in ("norm", "activation"):
+            raise ValueError(f"{name} belongs to one layer: write the model with QConv for it")
+        if name not in _OPTIONS:
+            raise TypeError(f"quantize has no option {name!r}; they are {', '.join(_OPTIONS)}")
+
+
+def _check_batches(batches: Any) -> None:
+    if hasattr(batches, "shape"):
+        raise TypeError(
+            f"batches is one array, of shape {tuple(batches.shape)}: give a list of batches, "
+            "[images]"
+        )
+
+
 def _check_contains(model: nnx.Module) -> None:
     """Refuse a layer itself: nothing could be put in its place."""
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"expected a flax.nnx.Module, got {type(model).__name__}")
     if isinstance(model, nnx.Conv):
         raise ValueError(
             f"the model is itself a {type(model).__name__}, whose place nothing can take: put it "

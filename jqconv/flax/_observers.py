@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jqconv._qtensor import magnitude, scale_from
+from jqconv._sharding import gathered
 
 #: Bins of a histogram of magnitudes, and how many clipping points are tried for the least error.
 _BINS, _CANDIDATES = 2048, 100
@@ -77,7 +78,9 @@ class MovingAverage(Observer):
         return jnp.zeros(2)
 
     def update(self, state: jax.Array, x: jax.Array) -> jax.Array:
-        """Return the state after `x`."""
+        """Return the state after `x`; an empty batch says nothing."""
+        if not x.size:
+            return state
         seen = jnp.stack([magnitude(x), jnp.ones(())])
         return self.momentum * state + (1 - self.momentum) * seen
 
@@ -97,6 +100,7 @@ class _Histogram(Observer):
 
     def update(self, state: jax.Array, x: jax.Array) -> jax.Array:
         """Return the state after `x`."""
+        x = gathered(x)
         before, counts = state[0], state[1:]
         after = jnp.maximum(before, _power_of_two(magnitude(x)))
         # Each bin of the old range falls into one bin of a range that is 2**n times as wide.
@@ -168,9 +172,10 @@ def as_observer(observer: ObserverLike) -> Observer:
     """Return an observer given by name or as itself."""
     if isinstance(observer, Observer):
         return observer
-    if observer not in OBSERVERS:
+    if not isinstance(observer, str) or observer not in OBSERVERS:
         raise ValueError(
-            f"observer={observer!r} is unknown; use one of {', '.join(OBSERVERS)} or an Observer"
+            f"observer={observer!r} is unknown; use one of {', '.join(OBSERVERS)}, or an Observer "
+            "such as Percentile(99.9)"
         )
     return OBSERVERS[observer]()
 

@@ -18,8 +18,8 @@ from jqconv._algorithm import AlgorithmLike, ConvAlgorithms
 from jqconv._conv import as_grad_dtype, conv2d
 from jqconv._epilogue import activate_and_quantize
 from jqconv._qtensor import QTensor, magnitude
-from jqconv._spec import FLOAT_DTYPES, Activation, as_padding, as_pair
-from jqconv.flax._frozen import as_floats_or_codes, flat, freezing, steps, unflat
+from jqconv._spec import Activation, as_padding, as_pair
+from jqconv.flax._frozen import as_floats_or_codes, flat, float_dtype, freezing, steps, unflat
 from jqconv.flax._observers import ObserverLike, as_observer, kernel_scale
 from jqconv.flax._state import Quant, StepSize, scale_of, set_scale
 
@@ -132,6 +132,7 @@ class QConv(nnx.Conv):
         grad_dtype: DTypeLike = jnp.bfloat16,
         algorithm: AlgorithmLike = None,
     ) -> None:
+        padding = padding.upper() if isinstance(padding, str) else padding
         _check_supported(
             kernel_size,
             padding,
@@ -143,6 +144,7 @@ class QConv(nnx.Conv):
         )
         _check_groups(in_features, out_features, feature_group_count)
         _check_geometry(kernel_size, strides, padding, kernel_dilation)
+        _check_norm(norm, out_features)
         ConvAlgorithms.parse(algorithm)  # raises if it is none
         if output not in get_args(Output):
             raise ValueError(f"output={output!r} must be one of {', '.join(get_args(Output))}")
@@ -207,6 +209,8 @@ class QConv(nnx.Conv):
             A QTensor in the quantized modes with ``output="int8"``.
         """
         check_mode(self.mode)
+        if hasattr(out_sharding, "dtype"):
+            raise TypeError("the second argument is out_sharding; a residual goes by its name")
         inputs = as_floats_or_codes(inputs)
         if residual is not None:
             _check_residual(residual, inputs)
@@ -284,17 +288,11 @@ class QConv(nnx.Conv):
             padding=self.padding,  # type: ignore[arg-type]  # checked when the layer was made
             dilation=steps(self.kernel_dilation),
             groups=self.feature_group_count,
-            out_dtype=self.float_dtype(x) if is_float else None,
+            out_dtype=float_dtype(self, x) if is_float else None,
             grad_dtype=self.grad_dtype,
             algorithm=self.algorithm,
             **epilogue,
         )
-
-    def float_dtype(self, x: QTensor | jax.Array) -> Any:
-        """Return the dtype of a float output, as the float layer has it: codes are of any float."""
-        own = self.kernel[...].dtype
-        found = self.dtype or (own if isinstance(x, QTensor) else jnp.result_type(x.dtype, own))
-        return found if jnp.dtype(found).name in FLOAT_DTYPES else jnp.float32
 
     # Calibration.
 
@@ -408,6 +406,14 @@ def _check_groups(in_features: int, out_features: int, groups: int) -> None:
             f"feature_group_count={groups} must divide in_features={in_features} and "
             f"out_features={out_features}"
         )
+
+
+def _check_norm(norm: Any, out_features: int) -> None:
+    if norm is not None and not isinstance(norm, nnx.Module):
+        raise TypeError(f"norm must be a flax.nnx.Module, such as a BatchNorm, got {norm!r}")
+    features = getattr(norm, "num_features", out_features)
+    if features != out_features:
+        raise ValueError(f"norm is of {features} features, expected out_features={out_features}")
 
 
 def _check_geometry(kernel_size: Any, strides: Any, padding: Any, dilation: Any) -> None:

@@ -19,11 +19,22 @@ def modules(model: nnx.Module) -> list[tuple[Path, nnx.Module]]:
     In the order of definition, where `nnx.iter_modules` goes by name. (A model that came out of
     `nnx.jit`, `nnx.merge` or `nnx.clone` has only names left to go by.)
     """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"expected a flax.nnx.Module, got {type(model).__name__}")
     return [(path, node) for path, node in _nodes(model) if isinstance(node, nnx.Module)]
 
 
 def _nodes(model: nnx.Module) -> list[tuple[Path, nnx.Pytree]]:
-    """Return `model` and what nnx knows in it, modules and others, each once."""
+    """Return `model` and what nnx knows in it, modules and others, each once.
+
+    What is in several places has the name that comes first by the alphabet, in whatever order a
+    model has them.
+    """
+    names = {id(node): path for path, node in _walk(model, by_name=True)}
+    return [(names[id(node)], node) for _, node in _walk(model, by_name=False)]
+
+
+def _walk(model: nnx.Module, *, by_name: bool) -> list[tuple[Path, nnx.Pytree]]:
     found: dict[int, tuple[Path, nnx.Pytree]] = {}
 
     def walk(path: Path, value: Any) -> None:
@@ -31,8 +42,9 @@ def _nodes(model: nnx.Module) -> list[tuple[Path, nnx.Pytree]]:
             if id(value) in found:
                 return
             found[id(value)] = path, value
-        for key, child in _children(value):
-            walk((*path, str(key)), child)
+        children = [(str(key), child) for key, child in _children(value)]
+        for key, child in sorted(children, key=lambda c: c[0]) if by_name else children:
+            walk((*path, key), child)
 
     walk((), model)
     return list(found.values())
@@ -49,7 +61,7 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
 
 def name_of(path: Path) -> str:
     """Return a path as reports show it."""
-    return ".".join(path)
+    return ".".join(path) or "the model"
 
 
 def replace(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> None:
@@ -61,7 +73,10 @@ def replace(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> None:
         if isinstance(value, tuple):
             new = [replaced(item) for item in value]
             same = all(a is b for a, b in zip(new, value, strict=True))
-            return value if same else tuple(new)
+            if same:
+                return value
+            named = hasattr(value, "_fields")  # a namedtuple takes its items one by one
+            return type(value)(*new) if named else type(value)(new)
         for key, item in _children(value):
             value[key] = replaced(item)
         return value
