@@ -1210,8 +1210,8 @@ def test_folding_needs_running_averages():
 
 
 class Twice(nnx.Module):
-    def __init__(self):
-        self.conv = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
+    def __init__(self, **options):
+        self.conv = conv(**options)
         self.norm = with_statistics(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
         self.eval()
 
@@ -1305,6 +1305,14 @@ def test_bf16_parameters_fold():
     ((_, into, _),) = jf.fold_batch_norm(model, x).rows
     assert into == "conv"
     assert decibels(want, model(x)[1]) > 40
+
+
+def test_a_fold_refused_in_a_narrow_dtype_says_what_else_it_may_be():
+    with jax.numpy_dtype_promotion("standard"):
+        model = Twice(param_dtype=jnp.bfloat16)
+        ((_, into, why),) = jf.fold_batch_norm(model, images()).rows
+    assert not into
+    assert "is it bfloat16? Fold in float32" in why
 
 
 def test_an_example_that_gives_nan_is_none():

@@ -113,18 +113,19 @@ def fold_batch_norm(model: nnx.Module, *example: Any, **kwargs: Any) -> Table:
             folding.do(model)
     rows = []
     for name, (conv, why) in found.items():
-        if (change := changes.get(id(norms[name]))) is not None:
-            conv, why = None, _reason(change)
+        if conv is not None and (change := changes.get(id(norms[name]))) is not None:
+            why, conv = _reason(change, conv.kernel.dtype), None
         rows.append((name, "" if conv is None else convs[id(conv)], why))
     return Table(("batch norm", "folded into", "why"), tuple(rows))
 
 
-def _reason(change: float) -> str:
+def _reason(change: float, kernel_dtype: Any) -> str:
     if not math.isfinite(change):
         return "a number of the folded kernel or bias would leave their dtype"
+    narrow = "" if kernel_dtype.itemsize >= 4 else f" Or is it {kernel_dtype}? Fold in float32."
     return (
-        "the model would compute something else: does the convolution's output go elsewhere? "
-        f"(off by {change:.0f} times what rounding does)"
+        "the model would compute something else: does the convolution's output go elsewhere?"
+        f"{narrow} (off by {change:.1f} times what rounding does)"
     )
 
 
@@ -236,39 +237,28 @@ def _changes(
 
     That is from `before`, what the model returns, in units of `rounding`. It is left as it is.
     """
-    done: list[_Folding] = []
 
-    def off(*more: _Folding) -> float:
-        for folding in more:
-            done.append(folding)
-            folding.do(model)
-        return _difference(before, run()) / rounding
+    def off(*tried: _Folding) -> float:
+        done = []
+        try:
+            for folding in tried:
+                done.append(folding)
+                folding.do(model)
+            return _difference(before, run()) / rounding
+        finally:
+            for folding in reversed(done):
+                folding.undo(model)
 
-    def undo(count: int) -> None:
-        for _ in range(count):
-            done.pop().undo(model)
-
-    if not foldings:
+    if not foldings or off(*foldings) <= 1:
         return {}
-    try:
-        if off(*foldings) <= 1:
-            return {}
-        undo(len(done))
-        if not off() <= 1:
-            raise ValueError(
-                "the model returns something else each time, so that nothing shows whether folding "
-                "changes it: put it into evaluation, with model.eval(), to turn Dropout off"
-            )
-        # Some convolution's output goes elsewhere too: find out whose.
-        changes = {}
-        for folding in foldings:
-            change = off(folding)
-            if not change <= 1:
-                changes[id(folding.norm)] = change
-                undo(1)
-        return changes
-    finally:
-        undo(len(done))
+    if not off() <= 1:
+        raise ValueError(
+            "the model returns something else each time, so that nothing shows whether folding "
+            "changes it: put it into evaluation, with model.eval(), to turn Dropout off"
+        )
+    # Some convolution's output goes elsewhere too, or much is rounded: see what each one does.
+    changes = {id(folding.norm): off(folding) for folding in foldings}
+    return {norm: change for norm, change in changes.items() if not change <= 1}
 
 
 def _fold(conv: nnx.Conv, norm: nnx.BatchNorm) -> None:
