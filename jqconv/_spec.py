@@ -391,9 +391,10 @@ def as_padding(
 def _named_padding(
     name: str, size: Sequence[int], window: Sequence[int], strides: Pair, dilation: Pair
 ) -> Padding:
-    if name.upper() == "VALID":
+    kind = name.upper()  # as in jax.lax
+    if kind == "VALID":
         return (0, 0), (0, 0)
-    if name.upper() != "SAME":
+    if kind != "SAME":
         raise ValueError(f"padding={name!r} is unknown; use 'SAME', 'VALID', an int or pairs")
 
     def same(axis: int) -> Pair:

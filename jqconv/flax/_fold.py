@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,14 +130,13 @@ def _reason(change: float, kernel_dtype: Any) -> str:
 
 
 @contextlib.contextmanager
-def _telling(norms: Iterable[nnx.BatchNorm]) -> Iterator[None]:
+def _telling(norms: Collection[nnx.BatchNorm]) -> Iterator[None]:
     """Give BatchNorms numbers, for the scope, by which a wrong folding shows.
 
     One that was not trained multiplies by 1, or by 0, and could be folded anywhere: a model would
     fold otherwise before its checkpoint is restored than after. Here every channel is scaled, by
     turns down and up, so that a deep network keeps its magnitudes.
     """
-    norms = list(norms)
     variables: list[Any] = [norm.var for norm in norms]
     variables += [norm.scale for norm in norms if norm.scale is not None]
     before = [variable[...] for variable in variables]

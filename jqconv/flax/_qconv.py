@@ -132,7 +132,6 @@ class QConv(nnx.Conv):
         grad_dtype: DTypeLike = jnp.bfloat16,
         algorithm: AlgorithmLike = None,
     ) -> None:
-        padding = padding.upper() if isinstance(padding, str) else padding
         _check_supported(
             kernel_size,
             padding,
@@ -390,7 +389,7 @@ def _check_supported(kernel_size: Any, padding: Any, **given: tuple[Any, tuple[A
             f"kernel_size={kernel_size!r}: QConv is two-dimensional; give (height, width), and "
             "keep flax.nnx.Conv for other ranks"
         )
-    if isinstance(padding, str) and padding not in ("SAME", "VALID"):
+    if isinstance(padding, str) and padding.upper() not in ("SAME", "VALID"):
         raise ValueError(
             f"padding={padding!r} is not supported by QConv: use 'SAME', 'VALID', ints or pairs, "
             "pad before it, or keep flax.nnx.Conv"

@@ -17,24 +17,18 @@ def modules(model: nnx.Module) -> list[tuple[Path, nnx.Module]]:
     """Return `model` and the modules in it with their paths, each once.
 
     In the order of definition, where `nnx.iter_modules` goes by name. (A model that came out of
-    `nnx.jit`, `nnx.merge` or `nnx.clone` has only names left to go by.)
+    `nnx.jit`, `nnx.merge` or `nnx.clone` has only names left to go by.) What is in several places
+    has the path that comes first by the alphabet, whatever the order.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"expected a flax.nnx.Module, got {type(model).__name__}")
-    return [(path, node) for path, node in _nodes(model) if isinstance(node, nnx.Module)]
+    paths = {id(node): path for path, node in _nodes(model, by_name=True)}
+    nodes = [node for _, node in _nodes(model)]
+    return [(paths[id(node)], node) for node in nodes if isinstance(node, nnx.Module)]
 
 
-def _nodes(model: nnx.Module) -> list[tuple[Path, nnx.Pytree]]:
-    """Return `model` and what nnx knows in it, modules and others, each once.
-
-    What is in several places has the name that comes first by the alphabet, in whatever order a
-    model has them.
-    """
-    names = {id(node): path for path, node in _walk(model, by_name=True)}
-    return [(names[id(node)], node) for _, node in _walk(model, by_name=False)]
-
-
-def _walk(model: nnx.Module, *, by_name: bool) -> list[tuple[Path, nnx.Pytree]]:
+def _nodes(model: nnx.Module, *, by_name: bool = False) -> list[tuple[Path, nnx.Pytree]]:
+    """Return `model` and what nnx knows in it, modules and others, each once."""
     found: dict[int, tuple[Path, nnx.Pytree]] = {}
 
     def walk(path: Path, value: Any) -> None:
