@@ -1,6 +1,9 @@
-"""dgrad and wgrad in bf16 against XLA's.
+"""dgrad and wgrad in bf16 against XLA's, which is given kernels in two orders.
 
-python benchmarks/gradients.py --json benchmarks/results/gradients_h200.json
+HWIO is what Flax has, and XLA transposes them, or their gradient, in every call; OHWI is what cuDNN
+reads and jqconv is given here.
+
+    python benchmarks/gradients.py --json benchmarks/results/gradients_h200.json
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from measuring import (
     convolutions_per_call,
     copy_bandwidth,
     floor_us,
+    kernel_shape,
     need_gpu,
+    number,
     pipelined,
     write_json,
 )
@@ -36,9 +41,11 @@ LAYERS = [
     Layer(14, 1024, 256, 1, 1, False, True),
 ]
 
+KERNELS = ("HWIO", "OHWI")
+
 
 def measure_jqconv(spec: ConvSpec, count: int) -> float:
-    """Time the primitive: activations and kernels of its own layout."""
+    """Time the primitive, whose kernels are OHWI."""
     algorithm = _choice.settle(spec)
     keys = Keys()
     sets = [
@@ -52,18 +59,18 @@ def measure_jqconv(spec: ConvSpec, count: int) -> float:
     return pipelined(compile_in_place(gradients, results, sets), results, sets) / count * 1e6
 
 
-def measure_xla(spec: ConvSpec, count: int) -> float:
+def measure_xla(spec: ConvSpec, count: int, kernels: str) -> float:
     """Time what jax.grad of XLA's own bf16 convolution runs."""
     keys = Keys()
     dtype = "bfloat16"
-    w_shape = (*spec.w_shape[1:], spec.w_shape[0])
+    w_shape = kernel_shape(spec, kernels)
     xs = [keys.array(spec.x_shape, dtype) for _ in range(count)]
     ws = [keys.array(w_shape, dtype) for _ in range(count)]
     dys = [keys.array(spec.y_shape, dtype) for _ in range(count)]
 
     def conv(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.conv_general_dilated(
-            x, w, spec.strides, spec.padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+            x, w, spec.strides, spec.padding, dimension_numbers=("NHWC", kernels, "NHWC")
         )
 
     def gradient(x: jax.Array, w: jax.Array, dy: jax.Array) -> jax.Array:
@@ -98,17 +105,24 @@ def main() -> None:
         chosen = dict(zip(specs, pool.map(_choice.settle, specs.values()), strict=True))
     bandwidth = copy_bandwidth()
     rows = []
-    print(f"{'bf16':30s}    jqconv       xla   speedup  algorithm")
+    print(f"{'bf16':30s}    jqconv  xla HWIO  xla OHWI  algorithm")
     for name, spec in specs.items():
         count = convolutions_per_call(floor_us(spec, bandwidth))
-        us, xla = measure_jqconv(spec, count), measure_xla(spec, count)
-        row = {"name": name, "jit_us": us, "xla_us": xla, "algorithm": str(chosen[name])}
+        row = {"name": name, "algorithm": str(chosen[name]), "jit_us": measure_jqconv(spec, count)}
+        row |= {f"xla_{order}_us": measure_xla(spec, count, order) for order in KERNELS}
         trials = _choice.get(spec, device).trials
         rows.append(row | {"chosen_from": [dataclasses.astuple(trial) for trial in trials]})
-        print(f"{name:30s} {us:9.1f} {xla:9.1f} {xla / us:9.2f}  {chosen[name]}", flush=True)
-    mean = statistics.geometric_mean(row["xla_us"] / row["jit_us"] for row in rows)
-    print(f"geometric mean of the speedups: {mean:.2f}")
-    write_json(args.json, {"batch": args.batch, "geomean_speedup": mean, "gradients": rows})
+        cells = " ".join(number(row[f"{cell}_us"]) for cell in ("jit", "xla_HWIO", "xla_OHWI"))
+        print(f"{name:30s} {cells}  {chosen[name]}", flush=True)
+    means = {
+        f"geomean_speedup_{order}": statistics.geometric_mean(
+            row[f"xla_{order}_us"] / row["jit_us"] for row in rows
+        )
+        for order in KERNELS
+    }
+    for name, mean in means.items():
+        print(f"{name}: {mean:.3f}")
+    write_json(args.json, {"batch": args.batch} | means | {"gradients": rows})
 
 
 if __name__ == "__main__":

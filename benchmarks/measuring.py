@@ -163,11 +163,14 @@ class Operands:
         }
 
 
-def measure_xla(spec: ConvSpec, count: int, dtype: str) -> float:
-    """Time XLA's own convolution with the epilogue that it fuses: bf16, or int8 with one scale."""
+def measure_xla(spec: ConvSpec, count: int, dtype: str, kernels: str = "HWIO") -> float:
+    """Time XLA's own convolution with the epilogue that it fuses: bf16, or int8 with one scale.
+
+    Kernels in HWIO are what Flax has; XLA transposes them in every call to OHWI, which cuDNN reads.
+    """
     keys = Keys()
     xs = [keys.array(spec.x_shape, dtype) for _ in range(SETS)]
-    ws = [keys.array((*spec.w_shape[1:], spec.w_shape[0]), dtype) for _ in range(count)]
+    ws = [keys.array(kernel_shape(spec, kernels), dtype) for _ in range(count)]
     zs = [keys.array(spec.y_shape, dtype) for _ in range(SETS if spec.residual else 0)]
     wide = "float32" if dtype == "int8" else dtype
     bias = jnp.ones(spec.w_shape[0], wide)
@@ -178,7 +181,7 @@ def measure_xla(spec: ConvSpec, count: int, dtype: str) -> float:
             w,
             spec.strides,
             spec.padding,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            dimension_numbers=("NHWC", kernels, "NHWC"),
             feature_group_count=spec.groups,
             preferred_element_type=wide,
         )
@@ -200,6 +203,11 @@ def measure_xla(spec: ConvSpec, count: int, dtype: str) -> float:
     ys = [jnp.zeros(spec.y_shape, dtype) for _ in range(count)]
     compiled = compile_in_place(layers, ys, xs, ws, zs, bias)
     return pipelined(compiled, ys, xs, ws, zs, bias) / count * 1e6
+
+
+def kernel_shape(spec: ConvSpec, kernels: str) -> tuple[int, ...]:
+    """Return the shape of the kernel in an order of axes."""
+    return tuple(dict(zip("OHWI", spec.w_shape, strict=True))[axis] for axis in kernels)
 
 
 def convolutions_per_call(floor: float) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jqconv import _reference
 from jqconv._first_order import first_order
-from jqconv._qtensor import CODE_RANGE
+from jqconv._qtensor import CODE_RANGE, round_to_codes
 from jqconv._residuals import keep, mark, marked
 from jqconv._sharding import equally_varying
 from jqconv._spec import Activation
@@ -84,9 +84,9 @@ def _requantize(activation: Activation | None, v: jax.Array, scale: jax.Array) -
 def _requantize_vjp(
     activation: Activation | None, v: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    steps = _reference.activate(activation, v.astype(jnp.float32)) / scale
-    codes = jnp.clip(jnp.round(steps), *CODE_RANGE["int8"])
-    return codes.astype(jnp.int8), codes * scale
+    values = _reference.activate(activation, v.astype(jnp.float32))
+    codes, view, _ = round_to_codes("int8", 0, values, scale)
+    return codes, view
 
 
 def _requantize_fwd(activation: Activation | None, v: Any, scale: Any) -> tuple[Any, Any]:

@@ -471,7 +471,7 @@ def as_zero_point(zero_point: int | None, dtype: str) -> int | None:
     return code
 
 
-def _round(
+def round_to_codes(
     dtype: str, zero_point: int, x: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the codes of `x`, their float view, and where nothing was clipped."""
@@ -500,12 +500,12 @@ def _quantize_vjp(
         d/dx     = inside
         d/dscale = (code - zero_point) - inside * x / scale
     """
-    codes, view, _ = _round(dtype, zero_point, x, scale)
+    codes, view, _ = round_to_codes(dtype, zero_point, x, scale)
     return codes, view
 
 
 def _quantize_fwd(dtype: str, zero_point: int, x: Any, scale: Any) -> tuple[Any, Any]:
-    codes, view, inside = _round(dtype, zero_point, x.value, scale.value)
+    codes, view, inside = round_to_codes(dtype, zero_point, x.value, scale.value)
     # The clip mask is kept as bits; x itself only where the scale is differentiated.
     learned = scale.perturbed
     saved = (keep(learned, x.value), keep(learned, codes), scale.value)
