@@ -362,7 +362,7 @@ def test_freezing_computes_no_convolution(monkeypatch):
 
     monkeypatch.setattr("jqconv.flax._frozen.qconv2d", watched)
     jf.freeze(model, images())
-    assert len(outputs) == 2
+    assert len(outputs) == 4  # two layers, two runs
     assert all(isinstance(y, jax.core.Tracer) for y in outputs)
 
 
@@ -499,6 +499,62 @@ def test_freezing_needs_calibration_and_an_example_that_reaches_all():
     layer2.mode = "train"
     with pytest.raises(ValueError, match="extra"):
         jf.freeze(model, images())
+
+
+class Scaled(nnx.Module):
+    """Quantizes the second layer's input, or its residual, by what `scale` finds."""
+
+    def __init__(self, scale, of_input):
+        self.scale, self.of_input = scale, of_input
+        self.first = jf.QConv(8, 8, (3, 3), rngs=nnx.Rngs(0))
+        self.second = jf.QConv(8, 8, (3, 3), activation="relu", rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        floats = self.first(x)
+        codes = jqconv.quantize(floats, self.scale(floats))
+        return self.second(codes if self.of_input else x, residual=None if self.of_input else codes)
+
+
+@pytest.mark.parametrize("of_input", [True, False])
+def test_a_scale_that_depends_on_numbers_cannot_be_frozen(of_input):
+    """The frozen layer would compute with the example's for good."""
+    model = Scaled(jqconv.absmax_scale, of_input)
+    jf.calibrate(model, [images()], progress=False)
+    for example in (images(), jnp.zeros((2, 7, 6, 8))):
+        with pytest.raises(ValueError, match="changes with the numbers"):
+            jf.freeze(model, example)
+    assert isinstance(model.second, jf.QConv)
+    fixed = Scaled(lambda x: jnp.float32(0.02), of_input)
+    jf.calibrate(fixed, [images()], progress=False)
+    want = fixed(4 * images())
+    jf.freeze(fixed, images())
+    np.testing.assert_allclose(fixed(4 * images()), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("output", ["float", "int8"])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_a_frozen_layer_refuses_codes_of_another_scale(output, activation):
+    class Model(nnx.Module):
+        def __init__(self):
+            options = {"activation": activation, "output": output, "rngs": nnx.Rngs(0)}
+            self.conv = jf.QConv(8, 8, (3, 3), **options)
+
+        def __call__(self, x, residual):
+            return self.conv(x, residual=residual)
+
+    def codes(scale):
+        return jqconv.quantize(images(), jnp.float32(scale))
+
+    model = Model()
+    model(codes(0.03), codes(0.07))
+    calls = {"call": lambda model, batch: model(*batch)}
+    jf.calibrate(model, [(codes(0.03), codes(0.07))], progress=False, **calls)
+    jf.freeze(model, codes(0.03), codes(0.07))
+    model(codes(0.03), codes(0.07))
+    with pytest.raises(ValueError, match=r"scale 0.03 of its input, got 0.04"):
+        model(codes(0.04), codes(0.07))
+    with pytest.raises(ValueError, match=r"scale 0.07 of its residual, got 0.01"):
+        model(codes(0.03), codes(0.01))
 
 
 class Shared(nnx.Module):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jqconv._conv import as_int8, as_residual, qconv2d
@@ -106,6 +107,9 @@ class Int8Conv(nnx.Module):
         ------
         TypeError
             If an operand is of another kind than the layer was frozen for, or differentiated.
+        ValueError
+            If a QTensor is of another scale than the layer was frozen for. Under `jax.jit`, where
+            scales are not known, that is not noticed.
         """
         if isinstance(inputs, QTensor) != self.takes_codes:
             expected = "a QTensor" if self.takes_codes else "a float array"
@@ -114,6 +118,12 @@ class Int8Conv(nnx.Module):
         codes, zero = as_int8(x if isinstance(x, QTensor) else quantize(x, self.x_scale[...]))
         added, scale = _as_added(None if residual is None else flat(constant(residual)))
         self._check_kinds(zero, _kind(residual, scale))
+        if isinstance(x, QTensor):
+            _check_scale("its input", x.scale, self.x_scale[...])
+        if scale is not None:
+            folds = self.out_scale is not None and self.out_multiplier is None
+            folded = [self.out_scale[...]] if folds else []
+            _check_scale("its residual", scale, self.residual_scale[...], *folded)
         padding = self.padding
         if zero:  # a convolution's own padding would be the code 0, not the number
             strides = as_pair(steps(self.strides), "strides", 1)
@@ -152,11 +162,23 @@ class Int8Conv(nnx.Module):
                 f"{residual}"
             )
 
-    def blank(self, x: Any, residual: Any) -> Any:
-        """Return zeros in the place of the output: what freezing is after are scales."""
+    def filled(self, number: int, x: Any, residual: Any) -> Any:
+        """Return an output of this number alone: what freezing is after are scales."""
         y = jax.eval_shape(lambda: self(x, residual=residual))
-        zeros = jnp.zeros(y.shape, y.dtype)
-        return QTensor(zeros, self.out_scale[...]) if isinstance(y, QTensor) else zeros
+        codes = jnp.full(y.shape, number, y.dtype)
+        return QTensor(codes, self.out_scale[...]) if isinstance(y, QTensor) else codes
+
+
+def _check_scale(what: str, given: Any, *factors: Any) -> None:
+    """Refuse another scale than the product of the factors, where all of them are known."""
+    if any(isinstance(scale, jax.core.Tracer) for scale in (given, *factors)):
+        return
+    frozen = np.prod([np.asarray(factor) for factor in factors])
+    if not np.allclose(given, frozen, rtol=1e-5, atol=0):
+        raise ValueError(
+            f"the layer was frozen for the scale {float(frozen):.6g} of {what}, got "
+            f"{float(given):.6g}: give codes of that scale, or floats and freeze the layer for them"
+        )
 
 
 def _check_freezes(layer: QConv) -> None:
@@ -171,9 +193,14 @@ def _check_freezes(layer: QConv) -> None:
 
 @dataclasses.dataclass
 class Freezing:
-    """The frozen layers of a model that is being frozen, by the id of the layer."""
+    """The frozen layers of a model that is being frozen, by the id of the layer.
+
+    `number` stands in the place of what layers compute: 0 in the first run of the model, and 1 in
+    another, on other inputs, which shows what scales depend on.
+    """
 
     layers: dict[int, Int8Conv] = dataclasses.field(default_factory=dict)
+    number: int = 0
 
     def freeze(self, layer: QConv, x: Any, residual: Any) -> Any:
         """Freeze a layer, and return what stands for its output.
@@ -183,11 +210,19 @@ class Freezing:
         frozen = Int8Conv(layer, x, residual)
         before = self.layers.setdefault(id(layer), frozen)
         if before is not frozen and not _alike(before, frozen):
-            raise ValueError(
-                "a QConv is called twice with operands of different kinds or scales, and cannot "
-                "be frozen into one int8 layer: give each call a layer of its own"
-            )
-        return frozen.blank(x, residual)
+            raise ValueError(_SCALE_VARIES if self.number else _CALLED_TWICE)
+        return frozen.filled(self.number, x, residual)
+
+
+_CALLED_TWICE = (
+    "a QConv is called twice with operands of different kinds or scales, and cannot be frozen into "
+    "one int8 layer: give each call a layer of its own"
+)
+_SCALE_VARIES = (
+    "a QConv is given a QTensor whose kind or scale changes with the numbers in it, and a frozen "
+    "layer has one scale for good: give it floats, which it quantizes by its calibrated scale, or "
+    "quantize them by a fixed one"
+)
 
 
 def _alike(a: Int8Conv, b: Int8Conv) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from tqdm.auto import tqdm
 
+from jqconv._qtensor import QTensor
 from jqconv._table import Table
 from jqconv.flax._frozen import Freezing, Int8Conv, freezing
 from jqconv.flax._qconv import Mode, QConv, check_mode
@@ -303,9 +304,10 @@ def sensitivity(
 def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
     """Replace every QConv of a calibrated model by its int8 layer, in place.
 
-    The model is run once on `example`, so that each layer meets the scale of what it is given:
-    kernels are then packed, and multipliers and biases computed, for good. No convolution is
-    computed, nor an algorithm searched for.
+    The model is run on `example`, so that each layer meets the scale of what it is given: kernels
+    are then packed, and multipliers and biases computed, for good. It is run once more on other
+    numbers, which no scale may depend on. No convolution is computed, nor an algorithm searched
+    for.
 
     Parameters
     ----------
@@ -320,7 +322,8 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
         If `model` is no module.
     ValueError
         If the model has no QConv or is one, a layer is not calibrated or not reached by the
-        example, computes something of its own, or is called twice with different scales.
+        example, computes something of its own, is called twice with different scales, or is given
+        a QTensor whose scale depends on its numbers.
     """
     _check_contains(model)
     layers = _layers_of(model)
@@ -341,6 +344,10 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
     try:
         with state_kept(model):
             model(*example, **kwargs)
+        frozen.number = 1
+        other, kwargs = _other_numbers((example, kwargs))
+        with state_kept(model):
+            model(*other, **kwargs)
     finally:
         freezing.reset(token)
     missed = [name for name, layer in layers.items() if id(layer) not in frozen.layers]
@@ -350,6 +357,17 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
             "nnx.jit, nnx.remat or nnx.scan is not reached: take those off for freezing.)"
         )
     replace(model, frozen.layers)
+
+
+def _other_numbers(example: Any) -> Any:
+    """Return the example with other floats in its arrays."""
+
+    def other(leaf: Any) -> Any:
+        is_array = isinstance(leaf, (jax.Array, np.ndarray)) and leaf.ndim > 0
+        return leaf * 2 + 1 if is_array and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    whole = (QTensor, nnx.Module, nnx.Rngs)
+    return jax.tree.map(other, example, is_leaf=lambda node: isinstance(node, whole))
 
 
 def _run_in(
