@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import pathlib
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -47,7 +49,10 @@ def _section(title: str, lines: Callable[[], list[tuple[str, Any]]]) -> None:
 
 def _installed() -> list[tuple[str, Any]]:
     packages = ["jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy"]
-    found = [("jqconv", jqconv.__version__), ("python", platform.python_version())]
+    found = [
+        ("jqconv", f"{jqconv.__version__} in {pathlib.Path(jqconv.__file__).parent}"),
+        ("python", platform.python_version()),
+    ]
     for package in packages:
         try:
             found.append((package, metadata.version(package)))
@@ -73,7 +78,7 @@ def _device() -> list[tuple[str, Any]]:
 
 def _handlers() -> list[tuple[str, Any]]:
     if not _native.is_built():
-        return [("extension", "not built (JQCONV_CUDA=OFF): GPUs run lax operations")]
+        return [("extension", f"none: GPUs run lax operations; {_native.why_missing()}")]
     if _choice.gpu_here() is None:
         return [("extension", "built; cuDNN is loaded when a GPU needs it")]
     versions = _native.versions()
@@ -97,8 +102,21 @@ def _store() -> list[tuple[str, Any]]:
     entries = jqconv.cache.entries()
     size = sum(entry.size for entry in entries)
     kinds = collections.Counter((entry.device, entry.kind) for entry in entries)
-    found = [("path", path), ("holds", f"{len(entries)} entries, {size / 2**20:.1f} MiB")]
+    found = [
+        ("path", f"{path}{_obstacle(path)}"),
+        ("holds", f"{len(entries)} entries, {size / 2**20:.1f} MiB"),
+    ]
     return found + [(kind, f"{n} for {device}") for (device, kind), n in sorted(kinds.items())]
+
+
+def _obstacle(directory: pathlib.Path) -> str:
+    """Say why nothing can be kept in the store's directory; nothing where something can."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return f", which cannot be written: {error}"
 
 
 def _store_listing() -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import pathlib
 import warnings
@@ -62,11 +63,27 @@ def is_built() -> bool:
 def extension() -> Any:
     """Return the extension module, or say how to get it."""
     if _ext is None:
-        raise RuntimeError(
-            "this jqconv was built without its CUDA handlers (JQCONV_CUDA=OFF); reinstall it "
-            "without that option to run on a GPU through cuDNN"
-        )
+        raise RuntimeError(why_missing())
     return _ext
+
+
+def why_missing() -> str:
+    """Say where a package without the extension lies, and what that can mean."""
+    return (
+        f"the jqconv in {pathlib.Path(__file__).parent} has no CUDA handlers: it was built with "
+        "JQCONV_CUDA=OFF, or is a checkout's own sources, which Python found before what is "
+        "installed; install it without that option, or start Python in another directory"
+    )
+
+
+@functools.cache
+def warn_missing() -> None:
+    """Warn, once, that a program for a GPU is made without the handlers."""
+    warnings.warn(
+        f"convolutions on a GPU run as lax operations, unfused: {why_missing()}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def resolve(

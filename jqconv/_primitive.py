@@ -124,6 +124,8 @@ def _cuda_lowering(
         and not ctx.module_context.lowering_parameters.for_export
     ):
         algorithm = _choice.settle(spec)
+    if _algorithm.runs_on_cudnn(spec) and not _native.is_built():
+        _native.warn_missing()
     if _takes_xla_form(spec, algorithm):
         function = functools.partial(_xla_form, spec)
     else:

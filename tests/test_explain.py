@@ -1,6 +1,8 @@
 """Collecting the convolutions of a function, and what is said of them."""
 
 import dataclasses
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -220,6 +222,18 @@ def test_the_module_reports_and_tests_itself(tmp_path):
     for section in ("installed:", "device:", "handlers:", "settings:", "store:", "self-test:"):
         assert section in done.stdout
     assert "passed on" in done.stdout
+    assert f"in {pathlib.Path(jqconv.__file__).parent}" in done.stdout
+    assert "cannot be written" not in done.stdout
+
+
+def test_the_module_says_that_its_store_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    environment = os.environ | {"JQCONV_CACHE_DIR": str(tmp_path / "file" / "store")}
+    done = subprocess.run(
+        [sys.executable, "-m", "jqconv"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "store, which cannot be written: " in done.stdout
 
 
 def test_static_arguments_are_those_of_the_jitted_function():

@@ -392,6 +392,20 @@ def lower_for_cuda(monkeypatch):
     return lower
 
 
+def test_a_program_for_a_gpu_without_handlers_warns_once(lower_for_cuda, monkeypatch):
+    monkeypatch.setattr(_native, "is_built", lambda: False)
+    _native.warn_missing.cache_clear()
+    x, w = jnp.ones((1, 4, 4, 8), jnp.int8), jnp.ones((1, 1, 8, 8), jnp.int8)
+
+    def two_convolutions(x, w):
+        return jqconv.qconv2d(jqconv.qconv2d(x, w, 0.1), w, 0.2, activation="relu")
+
+    with pytest.warns(RuntimeWarning, match=r"run as lax operations.*JQCONV_CUDA=OFF") as seen:
+        text = lower_for_cuda(two_convolutions, x, w)
+    assert not calls_of(text)
+    assert len(seen) == 1
+
+
 def calls_of(text):
     """Targets of the custom calls in a program's text."""
     return re.findall(r"custom_call @(jqconv_\w+)", text)
