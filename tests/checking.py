@@ -2,11 +2,17 @@
 
 import contextlib
 import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import jqconv
 
 
 @contextlib.contextmanager
@@ -16,6 +22,22 @@ def refused(kind, *words):
         yield
     missing = [word for word in words if word not in str(caught.value)]
     assert not missing, f"the message lacks {missing}: {caught.value}"
+
+
+def run_python(*arguments, **environment):
+    """Run Python in another process, on the jqconv that is being tested.
+
+    Python looks in the working folder first. In a checkout that is the sources, which hold no
+    extension; so the process works where this one's jqconv lies.
+    """
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=pathlib.Path(jqconv.__file__).parents[1],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 MOVED_FRACTION = 1e-4  # of int8 elements may move by one where a float32 rounding meets a tie

@@ -1,15 +1,13 @@
 """Collecting the convolutions of a function, and what is said of them."""
 
 import dataclasses
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checking import run_python
 
 import jqconv
 from jqconv import Algorithm, _choice, _collect, _explain
@@ -214,10 +212,8 @@ def test_the_roofline_shows_every_timed_convolution():
     plt.close(ax.figure)
 
 
-def test_the_module_reports_and_tests_itself(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "jqconv", "--store"], capture_output=True, text=True
-    )
+def test_the_module_reports_and_tests_itself():
+    done = run_python("-m", "jqconv", "--store")
     assert done.returncode == 0, done.stderr
     for section in ("installed:", "device:", "handlers:", "settings:", "store:", "self-test:"):
         assert section in done.stdout
@@ -228,10 +224,7 @@ def test_the_module_reports_and_tests_itself(tmp_path):
 
 def test_the_module_says_that_its_store_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    environment = os.environ | {"JQCONV_CACHE_DIR": str(tmp_path / "file" / "store")}
-    done = subprocess.run(
-        [sys.executable, "-m", "jqconv"], env=environment, capture_output=True, text=True
-    )
+    done = run_python("-m", "jqconv", JQCONV_CACHE_DIR=str(tmp_path / "file" / "store"))
     assert done.returncode == 0, done.stderr
     assert "store, which cannot be written: " in done.stdout
 

@@ -1,12 +1,8 @@
 """The extension, and the package around it, where there is no CUDA device."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
-from checking import refused
+from checking import refused, run_python
 
 import jqconv
 from jqconv import _native
@@ -25,16 +21,6 @@ needs_no_gpu = pytest.mark.skipif(
 )
 
 
-def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-W", "error::Warning:jqconv", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | environment,
-    )
-
-
 def test_import_needs_no_device_and_says_nothing():
     """Nor does it start a backend, load a CUDA library, or print."""
     code = (
@@ -43,7 +29,7 @@ def test_import_needs_no_device_and_says_nothing():
         "maps = open('/proc/self/maps').read()\n"
         "assert 'libcudnn' not in maps and 'libcudart' not in maps, maps\n"
     )
-    result = run_python(code, CUDA_VISIBLE_DEVICES="")
+    result = run_python("-W", "error::Warning:jqconv", "-c", code, CUDA_VISIBLE_DEVICES="")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 

@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 import threading
 
 import jax
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from checking import assert_relative, assert_same_codes, refused
+from checking import assert_relative, assert_same_codes, refused, run_python
 from differentiation import (
     BFLOAT16_LIMIT,
     FLOAT32_LIMIT,
@@ -204,6 +202,7 @@ def test_chain_of_residuals_copies_none(rng):
 
 COMMAND_BUFFER_SCRIPT = """
 import hashlib, jax, jax.numpy as jnp, numpy as np, jqconv
+assert jqconv._native.is_built()
 rng = np.random.default_rng(0)
 x = jnp.asarray(rng.integers(-128, 128, (2, 14, 14, 64)), jnp.int8)
 ws = jnp.asarray(rng.integers(-128, 128, (12, 3, 3, 64, 64)), jnp.int8)
@@ -225,14 +224,7 @@ print(digest.hexdigest(), float(jnp.linalg.norm(g)))
 
 
 def run_script(script, **environment):
-    environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | environment,
-    )
+    result = run_python("-c", script, XLA_PYTHON_CLIENT_PREALLOCATE="false", **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
 

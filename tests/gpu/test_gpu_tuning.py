@@ -3,9 +3,6 @@
 import collections
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -13,7 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checking import assert_same_codes
+from checking import assert_same_codes, run_python
 from problems import GEOMETRIES, Form, covering_forms, draw_problem, is_exact
 
 import jqconv
@@ -272,20 +269,12 @@ print(json.dumps({
 
 
 def child(cache_dir, **settings):
-    """Run a step in another process, away from the sources, which have no extension."""
-    cache_dir.mkdir(exist_ok=True)
-    environment = os.environ | {
+    environment = {
         "JQCONV_CACHE_DIR": str(cache_dir),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         **{f"JQCONV_{name.upper()}": value for name, value in settings.items()},
     }
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        env=environment,
-        cwd=cache_dir,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", CHILD, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -341,14 +330,7 @@ def test_a_loaded_plan_computes_the_same(rng, tuning):
 
 
 def test_the_module_reports_and_tests_itself(tmp_path):
-    environment = os.environ | {"JQCONV_CACHE_DIR": str(tmp_path / "store")}
-    done = subprocess.run(
-        [sys.executable, "-m", "jqconv"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-m", "jqconv", JQCONV_CACHE_DIR=str(tmp_path / "store"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed on NVIDIA" in done.stdout
     assert "cudnn-frontend" in done.stdout
