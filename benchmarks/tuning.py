@@ -78,9 +78,9 @@ print(json.dumps({"searches": jqconv.search_counts(), "stored": len(list(jqconv.
 
 
 def run_mnist(store: str) -> dict[str, Any]:
-    """Run the example in a process of its own."""
+    """Run the example in a process of its own, which looks for jqconv where it is installed."""
     picture = os.path.join(store, "mnist.png")
-    command = [sys.executable, "-c", RUN_MNIST, str(MNIST), picture]
+    command = [sys.executable, "-P", "-c", RUN_MNIST, str(MNIST), picture]
     start = time.perf_counter()
     found = last_line(command, store)
     return found | {"seconds": time.perf_counter() - start}
@@ -89,7 +89,7 @@ def run_mnist(store: str) -> dict[str, Any]:
 def last_line(command: list[str], store: str) -> dict[str, Any]:
     """Run a command that searches with `store`, and return what its last line says in JSON."""
     environment = os.environ | {"JQCONV_CACHE_DIR": store, "JQCONV_SEARCH": "tune"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
