@@ -10,7 +10,6 @@ import collections
 import pathlib
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -96,27 +95,17 @@ def _settings() -> list[tuple[str, Any]]:
 
 
 def _store() -> list[tuple[str, Any]]:
-    path = jqconv.cache.path()
-    if path is None:
+    store = _policy.store()
+    if store is None:
         return [("path", "switched off (cache_dir is empty)")]
     entries = jqconv.cache.entries()
     size = sum(entry.size for entry in entries)
     kinds = collections.Counter((entry.device, entry.kind) for entry in entries)
-    found = [
-        ("path", f"{path}{_obstacle(path)}"),
-        ("holds", f"{len(entries)} entries, {size / 2**20:.1f} MiB"),
-    ]
+    obstacle = store.obstacle()
+    note = "" if obstacle is None else f", which cannot be written: {obstacle}"
+    held = f"{len(entries)} entries, {size / 2**20:.1f} MiB"
+    found = [("path", f"{store.root}{note}"), ("holds", held)]
     return found + [(kind, f"{n} for {device}") for (device, kind), n in sorted(kinds.items())]
-
-
-def _obstacle(directory: pathlib.Path) -> str:
-    """Say why nothing can be kept in the store's directory; nothing where something can."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return ""
-    except OSError as error:
-        return f", which cannot be written: {error}"
 
 
 def _store_listing() -> list[tuple[str, Any]]:

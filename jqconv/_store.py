@@ -24,6 +24,7 @@ import pathlib
 import re
 import secrets
 import stat
+import tempfile
 import time
 import warnings
 import zipfile
@@ -166,6 +167,15 @@ class Store:
             self._report(error)
         return removed
 
+    def obstacle(self) -> OSError | None:
+        """Return why no entry can be written, or None where one can; writes none."""
+        try:
+            self._make_root()
+            with tempfile.TemporaryFile(dir=self.root):
+                return None
+        except OSError as error:
+            return error
+
     def export_to(self, file: str | os.PathLike[str]) -> int:
         """Write all valid entries into one zip file, whole or not at all.
 
@@ -238,8 +248,11 @@ class Store:
                 continue
             yield entry, content, status.st_mtime
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _make_root(self) -> None:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _write(self, name: str, content: bytes) -> None:
+        self._make_root()
         with _replacing(self.root / name) as file:
             file.write(content)
 

@@ -275,6 +275,14 @@ class TestUnusableDirectory:
             assert all(other(store) for other in calls.values())
         assert (tmp_path / "file").read_bytes() == b"mine"
 
+    def test_the_obstacle_is_told_and_nothing_kept(self, tmp_path, store, root):
+        assert store.obstacle() is None
+        assert list(root.iterdir()) == []
+        (tmp_path / "file").write_bytes(b"mine")
+        obstacle = Store(tmp_path / "file" / "below", MIB).obstacle()
+        assert isinstance(obstacle, OSError)
+        assert "file" in str(obstacle)
+
     def test_what_a_user_asks_for_fails_aloud(self, store, root, tmp_path):
         put_file(store)
         archive = tmp_path / "archive.zip"

@@ -121,9 +121,7 @@ class Int8Conv(nnx.Module):
         if isinstance(x, QTensor):
             _check_scale("its input", x.scale, self.x_scale[...])
         if scale is not None:
-            folds = self.out_scale is not None and self.out_multiplier is None
-            folded = [self.out_scale[...]] if folds else []
-            _check_scale("its residual", scale, self.residual_scale[...], *folded)
+            _check_scale("its residual", scale, self.residual_scale[...], self._folded())
         padding = self.padding
         if zero:  # a convolution's own padding would be the code 0, not the number
             strides = as_pair(steps(self.strides), "strides", 1)
@@ -162,21 +160,26 @@ class Int8Conv(nnx.Module):
                 f"{residual}"
             )
 
+    def _folded(self) -> Any:
+        """Return the output's scale where the other factors were divided by it, or else 1."""
+        folds = self.out_scale is not None and self.out_multiplier is None
+        return self.out_scale[...] if folds else 1.0
+
     def filled(self, number: int, x: Any, residual: Any) -> Any:
         """Return an output of this number alone: what freezing is after are scales."""
         y = jax.eval_shape(lambda: self(x, residual=residual))
-        codes = jnp.full(y.shape, number, y.dtype)
-        return QTensor(codes, self.out_scale[...]) if isinstance(y, QTensor) else codes
+        values = jnp.full(y.shape, number, y.dtype)
+        return QTensor(values, self.out_scale[...]) if isinstance(y, QTensor) else values
 
 
-def _check_scale(what: str, given: Any, *factors: Any) -> None:
-    """Refuse another scale than the product of the factors, where all of them are known."""
-    if any(isinstance(scale, jax.core.Tracer) for scale in (given, *factors)):
+def _check_scale(what: str, given: Any, frozen: Any, folded: Any = 1.0) -> None:
+    """Refuse another scale than the one frozen, divided by `folded`, where all are known."""
+    if any(isinstance(scale, jax.core.Tracer) for scale in (given, frozen, folded)):
         return
-    frozen = np.prod([np.asarray(factor) for factor in factors])
-    if not np.allclose(given, frozen, rtol=1e-5, atol=0):
+    expected = np.asarray(frozen) * np.asarray(folded)
+    if not np.allclose(given, expected, rtol=1e-5, atol=0):
         raise ValueError(
-            f"the layer was frozen for the scale {float(frozen):.6g} of {what}, got "
+            f"the layer was frozen for the scale {float(expected):.6g} of {what}, got "
             f"{float(given):.6g}: give codes of that scale, or floats and freeze the layer for them"
         )
 
@@ -191,16 +194,16 @@ def _check_freezes(layer: QConv) -> None:
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Freezing:
-    """The frozen layers of a model that is being frozen, by the id of the layer.
+    """One run of a model that is being frozen, and its frozen layers by the id of the layer.
 
-    `number` stands in the place of what layers compute: 0 in the first run of the model, and 1 in
-    another, on other inputs, which shows what scales depend on.
+    `number` stands in the place of what layers compute: 0 in the first run, and 1 in the second,
+    on other inputs, which shows what scales depend on.
     """
 
-    layers: dict[int, Int8Conv] = dataclasses.field(default_factory=dict)
-    number: int = 0
+    layers: dict[int, Int8Conv]
+    number: int
 
     def freeze(self, layer: QConv, x: Any, residual: Any) -> Any:
         """Freeze a layer, and return what stands for its output.

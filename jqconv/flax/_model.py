@@ -339,24 +339,22 @@ def freeze(model: nnx.Module, *example: Any, **kwargs: Any) -> None:
             f"{', '.join(strange)} is of a class with a __call__ of its own, which the int8 layer "
             "would not have: put what it does into a module around a QConv"
         )
-    frozen = Freezing()
-    token = freezing.set(frozen)
-    try:
-        with state_kept(model):
-            model(*example, **kwargs)
-        frozen.number = 1
-        other, kwargs = _other_numbers((example, kwargs))
-        with state_kept(model):
-            model(*other, **kwargs)
-    finally:
-        freezing.reset(token)
-    missed = [name for name, layer in layers.items() if id(layer) not in frozen.layers]
+    frozen: dict[int, Int8Conv] = {}
+    inputs = (example, kwargs)
+    for number, (args, named) in enumerate([inputs, _other_numbers(inputs)]):
+        token = freezing.set(Freezing(frozen, number))
+        try:
+            with state_kept(model):
+                model(*args, **named)
+        finally:
+            freezing.reset(token)
+    missed = [name for name, layer in layers.items() if id(layer) not in frozen]
     if missed:
         raise ValueError(
             f"the example did not reach {', '.join(missed)}: give one that does. (A layer inside "
             "nnx.jit, nnx.remat or nnx.scan is not reached: take those off for freezing.)"
         )
-    replace(model, frozen.layers)
+    replace(model, frozen)
 
 
 def _other_numbers(example: Any) -> Any:
